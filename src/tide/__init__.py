@@ -1,0 +1,31 @@
+"""Gives TIDE's public names, each imported on first use so that `import tide` stays cheap.
+
+See https://arxiv.org/abs/2603.21365 for the published system whose interface is kept.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tide.models.attach import attach as attach
+
+__version__ = "0.1.0"
+
+# Public name -> the module that defines it.
+_HOME = {
+    "attach": "tide.models.attach",
+}
+
+__all__ = ["attach"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(
+            f"module 'tide' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,24 @@
+"""Gives the errors TIDE raises.
+
+Each is also a builtin error, and says what was got, what is allowed and what to do.
+"""
+
+
+class TideError(Exception):
+    """Base class of every error that TIDE raises on purpose."""
+
+
+class UnsupportedModelError(TideError, ValueError):
+    """The model cannot be run by depth ranges, or not in its present state."""
+
+
+class UnsupportedCacheError(TideError, TypeError):
+    """The key/value cache is of a kind that cannot hold rows at different depths."""
+
+
+class SelfCheckError(TideError, RuntimeError):
+    """Range-running did not reproduce the model's own forward pass."""
+
+
+class RangeError(TideError, ValueError):
+    """A run was asked for layers, tokens or states that do not fit together."""

@@ -1,0 +1,1 @@
+"""Runs any depth range of a Hugging Face causal language model."""

@@ -1,0 +1,56 @@
+"""Gives the explicit 4-D attention masks of a pass. Knows slots, not models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tide.models.cache import Chunk
+
+
+def layer_types(config: Any) -> tuple[str, ...]:
+    """The attention type of each layer, also where the config states only a window or chunk."""
+    stated = getattr(config, "layer_types", None)
+    if stated is not None:
+        return tuple(stated)
+    if getattr(config, "sliding_window", None) is not None:
+        kind = "sliding_attention"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        kind = "chunked_attention"
+    else:
+        kind = "full_attention"
+    return (kind,) * config.num_hidden_layers
+
+
+def attention_mask(
+    chunk: Chunk, starts: tuple[int, ...], config: Any, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor] | None:
+    """The mask of a pass in the form its model takes.
+
+    Returns:
+        None where the model's own causal mask is right; else `[rows, 1, new_tokens, key_slots]`,
+        boolean for sdpa and additive for eager attention; a dict by layer type where the model has
+        several.
+    """
+    if chunk.plain:
+        return None
+    device = chunk.slots.device
+    key = torch.arange(chunk.key_slots, device=device)  # [key_slots]
+    query = chunk.slots[:, None, :, None]  # [rows, 1, new_tokens, 1]
+    start = torch.tensor(starts, device=device)[:, None, None, None]  # [rows, 1, 1, 1]
+    causal = (key <= query) & (key >= start)  # [rows, 1, new_tokens, key_slots]
+    masks = {}
+    for kind in sorted(set(layer_types(config))):
+        mask = causal
+        if kind == "sliding_attention":
+            mask = causal & (key > query - config.sliding_window)
+        elif kind == "chunked_attention":
+            size = config.attention_chunk_size
+            mask = causal & ((key - start) // size == (query - start) // size)
+        if config._attn_implementation == "eager":
+            zero = torch.zeros((), dtype=dtype, device=device)
+            mask = torch.where(mask, zero, torch.finfo(dtype).min)
+        masks[kind] = mask
+    return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,0 +1,94 @@
+"""Gives the refusals: what TIDE cannot run right is named at attach, not found out later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from tide.errors import UnsupportedCacheError, UnsupportedModelError
+from tide.models.families import ALIBI_FAMILIES, LAYER_TYPES, MASKED_ATTENTION
+from tide.models.locate import text_config
+
+
+def refuse_unsupported(model: Any) -> None:
+    """Raise if `model` is of a kind, or in a state, that cannot be run by depth ranges.
+
+    Raises:
+        UnsupportedModelError: naming the model, the reason and the way out.
+        UnsupportedCacheError: if the model is set to generate with a static or quantised cache.
+    """
+    name = _name(model)
+    if not hasattr(model, "config"):
+        raise UnsupportedModelError(
+            f"{name} has no config. Pass a model loaded with AutoModelForCausalLM."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder model; TIDE runs decoder-only models. "
+            "Use a causal language model (AutoModelForCausalLM)."
+        )
+    config = text_config(model)
+    _refuse_state(name, model, config)
+    _refuse_attention(name, config)
+    if model.training:
+        raise UnsupportedModelError(
+            f"{name} is in training mode, where dropout makes every run different. Call "
+            f"model.eval() first."
+        )
+    _refuse_cache_setting(name, getattr(model, "generation_config", None))
+
+
+def _refuse_state(name: str, model: Any, config: Any) -> None:
+    """Anything that keeps more, or less, than one K and one V per token and layer."""
+    shared = getattr(config, "num_kv_shared_layers", None)
+    if shared:
+        raise UnsupportedModelError(
+            f"{name} shares K and V between layers (num_kv_shared_layers={shared}), so a layer "
+            f"cannot be skipped on its own. Use a model in which every layer has its own K and V."
+        )
+    stateful = getattr(model, "_is_stateful", False)
+    strange = {
+        type(layer).__name__
+        for layer in DynamicCache(config=config).layers
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
+    } | {kind for kind in getattr(config, "layer_types", None) or () if kind not in LAYER_TYPES}
+    if stateful or strange:
+        kinds = f" ({', '.join(sorted(strange))})" if strange else ""
+        raise UnsupportedModelError(
+            f"{name} keeps recurrent or hybrid state{kinds}, as Mamba and linear attention do: a "
+            f"token that skips a layer could not be caught up later. TIDE needs attention with K "
+            f"and V in every layer (layer types {', '.join(LAYER_TYPES)})."
+        )
+
+
+def _refuse_attention(name: str, config: Any) -> None:
+    if config.model_type in ALIBI_FAMILIES or getattr(config, "alibi", False):
+        raise UnsupportedModelError(
+            f"{name} builds ALiBi position biases from a 2-D mask, which cannot say where tokens "
+            f"of rows at different depths stand. Use a model with rotary or learned positions."
+        )
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in MASKED_ATTENTION:
+        raise UnsupportedModelError(
+            f"{name} uses attn_implementation={attention!r}, which takes no explicit 4-D mask. "
+            f"Load it with attn_implementation='sdpa' (allowed: {', '.join(MASKED_ATTENTION)})."
+        )
+
+
+def _refuse_cache_setting(name: str, generation_config: Any) -> None:
+    setting = getattr(generation_config, "cache_implementation", None)
+    # "hybrid" is what older Gemma folders say for "sliding and full layers"; it asks for no fixed
+    # shape.
+    if setting not in (None, "dynamic", "hybrid"):
+        raise UnsupportedCacheError(
+            f"{name} is set to generate with cache_implementation={setting!r}. TIDE keeps rows at "
+            f"different depths in a cache of its own, which static, offloaded and quantised "
+            f"caches cannot do. Set model.generation_config.cache_implementation = None."
+        )
+
+
+def _name(model: Any) -> str:
+    path = getattr(getattr(model, "config", None), "_name_or_path", "")
+    return f"{type(model).__name__} ({path})" if path else type(model).__name__

@@ -1,0 +1,247 @@
+"""What cannot be run right is refused by name; what can is proven, found and told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+import tide
+from scenarios import SCENARIOS
+from tide.errors import SelfCheckError, TideError, UnsupportedCacheError, UnsupportedModelError
+from tide.models.depth import DepthRunner
+from tide.models.fingerprint import fingerprint
+from tide.models.locate import locate
+from tide.models.selfcheck import self_check
+from tiny import _ROPE, FAMILIES, tiny_model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_attaches_proven(family: str, attention: str) -> None:
+    runner = tide.attach(tiny_model(family, attention=attention))
+    assert max(self_check(runner)) < 1e-5
+    assert sum(runner.counts.calls) == 0
+
+
+def from_config(model_type: str, auto: Any = AutoModelForCausalLM, **config: Any) -> Any:
+    return auto.from_config(AutoConfig.for_model(model_type, **config)).eval()
+
+
+def mamba() -> Any:
+    return from_config("mamba", vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+
+
+def hybrid() -> Any:
+    return from_config("lfm2", **_ROPE, full_attn_idxs=[1, 3])
+
+
+def shared_kv() -> Any:
+    model = tiny_model("llama")
+    model.config.num_kv_shared_layers = 2
+    return model
+
+
+def bloom() -> Any:
+    return from_config("bloom", vocab_size=97, hidden_size=32, n_layer=2, n_head=4)
+
+
+def falcon_alibi() -> Any:
+    return tiny_model("falcon", alibi=True)
+
+
+def encoder_decoder() -> Any:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return from_config("t5", auto=AutoModelForSeq2SeqLM, vocab_size=97, **sizes)
+
+
+def flash_attention() -> Any:
+    model = tiny_model("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+def flex_attention() -> Any:
+    return tiny_model("llama", attention="flex_attention")
+
+
+def training() -> Any:
+    return tiny_model("gpt2").train()
+
+
+def no_head() -> Any:
+    return from_config("llama", auto=AutoModel, **_ROPE)
+
+
+def not_hugging_face() -> Any:
+    return nn.Linear(2, 2)
+
+
+REFUSED = {
+    mamba: ("MambaForCausalLM", "recurrent or hybrid state", "needs attention with K and V"),
+    hybrid: ("Lfm2ForCausalLM", "recurrent or hybrid state", "needs attention with K and V"),
+    shared_kv: ("LlamaForCausalLM", "shares K and V", "Use a model"),
+    bloom: ("BloomForCausalLM", "ALiBi", "rotary or learned positions"),
+    falcon_alibi: ("FalconForCausalLM", "ALiBi", "rotary or learned positions"),
+    encoder_decoder: ("T5ForConditionalGeneration", "encoder-decoder", "AutoModelForCausalLM"),
+    flash_attention: ("LlamaForCausalLM", "flash_attention_2", "attn_implementation='sdpa'"),
+    flex_attention: ("LlamaForCausalLM", "flex_attention", "attn_implementation='sdpa'"),
+    training: ("GPT2LMHeadModel", "training mode", "model.eval()"),
+    no_head: ("LlamaModel", "head", "AutoModelForCausalLM"),
+    not_hugging_face: ("Linear", "no config", "AutoModelForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_refused_at_attach_with_name_reason_and_way_out(make: Any) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        tide.attach(make())
+    for words in REFUSED[make]:
+        assert words in str(refusal.value)
+    assert isinstance(refusal.value, TideError) and isinstance(refusal.value, ValueError)
+
+
+@pytest.mark.parametrize("setting", ["static", "offloaded_static", "quantized", "offloaded"])
+def test_cache_settings_that_cannot_hold_rows_at_different_depths_are_refused(setting: str) -> None:
+    model = tiny_model("llama")
+    model.generation_config.cache_implementation = setting
+    with pytest.raises(
+        UnsupportedCacheError, match=f"LlamaForCausalLM.*'{setting}'.*cache_implementation = None"
+    ):
+        tide.attach(model)
+
+
+def test_self_check_names_the_first_layer_that_differs() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[3]
+    whole = layer.mlp.forward
+
+    def depends_on_chunk_length(states: torch.Tensor) -> torch.Tensor:
+        return whole(states) * (1.5 if states.shape[1] == 1 else 1.0)
+
+    layer.mlp.forward = depends_on_chunk_length
+    # Layer 3 sees chunks of 4 here and of 8 in a plain forward; only one-token steps differ, in
+    # layers 0 and 1.
+    tide.attach(model)
+    model.model.layers[1].mlp.forward = depends_on_chunk_length
+    with pytest.raises(SelfCheckError, match="layer 1 of 6 gives another output"):
+        tide.attach(model)
+
+
+def test_self_check_finds_logits_that_norm_and_head_do_not_give() -> None:
+    model = tiny_model("llama")
+    whole = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = whole(*args, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = forward
+    with pytest.raises(SelfCheckError, match=r"final norm and head.*do not give"):
+        tide.attach(model)
+
+
+def test_locate_says_which_way_won() -> None:
+    model = tiny_model("gpt_neox")
+    by_accessors = locate(model)
+    assert by_accessors.found_by == "accessors"
+
+    model.get_decoder = lambda: None
+    by_row = locate(model)
+    assert by_row.found_by == "family row"
+
+    model.config.model_type = "never heard of"
+    by_probe = locate(model)
+    assert by_probe.found_by == "probe"
+    for other in (by_row, by_probe):
+        assert other.decoder is by_accessors.decoder and other.layers is by_accessors.layers
+        assert other.norm is by_accessors.norm and other.head is by_accessors.head
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_probe_alone_finds_every_family(family: str) -> None:
+    model = tiny_model(family)
+    expected = locate(model)
+    model.get_decoder = lambda: None
+    model.config.model_type = "never heard of"
+    found = locate(model)
+    assert found.found_by == "probe"
+    assert (found.decoder, found.layers, found.norm, found.head) == (
+        expected.decoder,
+        expected.layers,
+        expected.norm,
+        expected.head,
+    )
+
+
+def test_fingerprint_tells_models_apart_and_dtypes_not() -> None:
+    model = tiny_model("llama")
+    parts = locate(model)
+    original = fingerprint(model, parts)
+    assert original == fingerprint(model, parts)
+    rounded = tiny_model("llama", dtype=torch.bfloat16)
+    assert fingerprint(rounded, locate(rounded)) == original
+
+    with torch.no_grad():
+        model.model.layers[4].mlp.up_proj.weight.add_(0.01)
+    assert fingerprint(model, parts).differences(original) == ["layers"]
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.01)
+    model.config.rms_norm_eps = 1e-4
+    assert fingerprint(model, parts).differences(original) == ["config", "head", "layers"]
+
+
+def test_int8_weight_only_model() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_model("llama", hidden_size=64)
+    plain = fingerprint(model, locate(model))
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))
+    runner = tide.attach(model)
+    assert fingerprint(model, runner.parts).differences(plain) == ["head", "layers"]
+    check_scenarios(model, runner)
+
+
+def check_scenarios(model: Any, runner: DepthRunner) -> None:
+    from scenarios import error, full_depth
+    from test_depth import random_ids
+
+    for name, scenario in SCENARIOS.items():
+        with runner:
+            outcome = scenario(runner, random_ids())
+        for row, got in outcome:
+            assert error(got, full_depth(model, runner, row)[-len(got) :]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_layers_offloaded_to_cpu_and_disk(family: str, tmp_path: Any) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_model(family)
+    parts = locate(model)
+    plain = fingerprint(model, parts)
+    names = {id(module): name for name, module in model.named_modules()}
+    device_map = {
+        name: "cpu" for name, module in model.named_modules() if not list(module.children())
+    }
+    device_map = {n: d for n, d in device_map.items() if not n.startswith(names[id(parts.layers)])}
+    for i, layer in enumerate(parts.layers):
+        device_map[names[id(layer)]] = "disk" if i % 2 else "cpu"
+    model = accelerate.dispatch_model(
+        model, device_map, main_device="cpu", offload_dir=tmp_path, force_hooks=True
+    )
+    offloaded = list(parts.layers)[1::2]
+    assert all(p.is_meta for layer in offloaded for p in layer.parameters())
+
+    runner = tide.attach(model)
+    assert fingerprint(model, runner.parts) == plain
+    check_scenarios(model, runner)
+    with runner:
+        cache = runner.new_cache(1)
+        ids = torch.randint(3, 97, (1, 4))
+        hidden = runner.run(ids, 0, 1, cache=cache)
+        runner.fill_kv(ids, 1, 6, cache=cache, hidden=hidden)
+    assert cache.lengths(5) == (4,)
+    assert all(p.is_meta for layer in offloaded for p in layer.parameters())

@@ -1,0 +1,38 @@
+"""Importing TIDE is cheap, and the published spelling works."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+
+
+def seconds(code: str) -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - begin
+
+
+def test_import_costs_at_most_a_fifth_more_than_torch() -> None:
+    runs = [(seconds("import tide"), seconds("import torch")) for _ in range(5)]
+    ours, torchs = (statistics.median(column) for column in zip(*runs, strict=True))
+    assert ours <= 1.2 * torchs
+
+
+def test_import_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, tide; print({'torch', 'transformers', 'scipy'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "set()"
+
+
+def test_the_published_spelling() -> None:
+    import TIDE
+    import tide
+
+    assert TIDE.attach is tide.attach
+    assert TIDE.__version__ == tide.__version__
+    with pytest.raises(AttributeError, match=r"no attribute 'atach'; it has attach"):
+        _ = TIDE.atach

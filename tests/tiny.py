@@ -1,0 +1,91 @@
+"""Gives tiny random models of every supported family, one row of config each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY = 97
+LAYERS = 6
+
+_ROPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+# model_type -> config. Windows are short, so that a test of a dozen tokens leaves them.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _ROPE,
+    "qwen2": _ROPE,
+    "qwen3": {**_ROPE, "head_dim": 8},
+    "mistral": {**_ROPE, "sliding_window": 5},
+    "mixtral": {**_ROPE, **_MOE, "sliding_window": None},
+    "gemma2": {**_ROPE, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**_ROPE, "head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 3},
+    "gpt2": {
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": LAYERS,
+        "n_head": 4,
+        "n_positions": 128,
+    },
+    "gpt_neox": {**_ROPE, "num_key_value_heads": 4},
+    "phi": {**_ROPE, "partial_rotary_factor": 0.5},
+    "phi3": {**_ROPE, "sliding_window": 7},
+    "opt": {**_ROPE, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "falcon": {**_ROPE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "deepseek_v3": {
+        **_ROPE,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+    },
+}
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    """The config of a tiny model."""
+    return AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+
+
+def tiny_model(
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    seed: int = 0,
+    **changes: Any,
+) -> Any:
+    """A tiny random model in evaluation mode, its weights large enough that mistakes show."""
+    torch.manual_seed(seed)
+    config = tiny_config(family, **changes)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.15)
+            elif "bias" in name:
+                parameter.normal_(0.0, 0.05)
+    return model.to(dtype).eval()
