@@ -3,7 +3,6 @@
 from typing import Any
 
 import tide
-from tide import *  # noqa: F403
 from tide import __all__ as __all__
 from tide import __version__ as __version__
 

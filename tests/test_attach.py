@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import tide
-from scenarios import SCENARIOS
+from scenarios import SCENARIOS, error, full_depth
 from tide.errors import SelfCheckError, TideError, UnsupportedCacheError, UnsupportedModelError
+from tide.models import depth
 from tide.models.depth import DepthRunner
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
+from tide.models.masks import attention_mask
 from tide.models.selfcheck import self_check
 from tiny import _ROPE, FAMILIES, tiny_model
 
@@ -80,7 +83,30 @@ def not_hugging_face() -> Any:
     return nn.Linear(2, 2)
 
 
+def gpt_neo() -> Any:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_layers": 4, "num_heads": 4}
+    return from_config("gpt_neo", **sizes, attention_types=[[["global", "local"], 2]])
+
+
+def mpt() -> Any:
+    return from_config("mpt", vocab_size=97, d_model=32, n_layers=2, n_heads=4)
+
+
+def rwkv() -> Any:
+    return from_config("rwkv", vocab_size=97, hidden_size=32, num_hidden_layers=2)
+
+
+def bert_as_decoder() -> Any:
+    return from_config(
+        "bert", vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=64, is_decoder=True,
+    )  # fmt: skip
+
+
 REFUSED = {
+    mpt: ("MptForCausalLM", "ALiBi", "rotary or learned positions"),
+    rwkv: ("RwkvForCausalLM", "recurrent or hybrid state", "needs attention with K and V"),
+    bert_as_decoder: ("BertLMHeadModel", "its own code failed", "AutoModelForCausalLM"),
     mamba: ("MambaForCausalLM", "recurrent or hybrid state", "needs attention with K and V"),
     hybrid: ("Lfm2ForCausalLM", "recurrent or hybrid state", "needs attention with K and V"),
     shared_kv: ("LlamaForCausalLM", "shares K and V", "Use a model"),
@@ -104,6 +130,41 @@ def test_refused_at_attach_with_name_reason_and_way_out(make: Any) -> None:
     assert isinstance(refusal.value, TideError) and isinstance(refusal.value, ValueError)
 
 
+def test_a_family_that_counts_keys_by_slot_fails_the_self_check() -> None:
+    """GPT-Neo masks by slot inside its layers, which no explicit mask can put right."""
+    with pytest.raises(SelfCheckError, match=r"GPTNeoForCausalLM: layer \d of 4"):
+        tide.attach(gpt_neo())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+def test_a_wrong_mask_fails_the_self_check(family: str, dtype: Any, monkeypatch: Any) -> None:
+    def forgets_padding(chunk: Any, *args: Any) -> Any:
+        return attention_mask(replace(chunk, starts=torch.zeros_like(chunk.starts)), *args)
+
+    model = tiny_model(family, dtype=dtype)
+    monkeypatch.setattr(depth, "attention_mask", forgets_padding)
+    with pytest.raises(SelfCheckError, match="layer 0 of 6"):
+        tide.attach(model)
+
+
+def test_a_cache_setting_of_older_gemma_folders_is_taken() -> None:
+    model = tiny_model("gemma3_text")
+    model.generation_config.cache_implementation = "hybrid"
+    tide.attach(model)
+
+
+def test_layers_that_store_no_kv_cannot_be_filled() -> None:
+    model = tiny_model("llama")
+    runner = tide.attach(model)
+    model.model.layers[3].forward = lambda hidden_states, **_: hidden_states
+    ids = torch.randint(3, 97, (1, 4))
+    with runner, pytest.raises(UnsupportedModelError, match="without storing K and V"):
+        cache = runner.new_cache(1)
+        hidden = runner.run(ids, 0, 3, cache=cache)
+        runner.fill_kv(ids, 3, 6, cache=cache, hidden=hidden)
+
+
 @pytest.mark.parametrize("setting", ["static", "offloaded_static", "quantized", "offloaded"])
 def test_cache_settings_that_cannot_hold_rows_at_different_depths_are_refused(setting: str) -> None:
     model = tiny_model("llama")
@@ -123,8 +184,7 @@ def test_self_check_names_the_first_layer_that_differs() -> None:
         return whole(states) * (1.5 if states.shape[1] == 1 else 1.0)
 
     layer.mlp.forward = depends_on_chunk_length
-    # Layer 3 sees chunks of 4 here and of 8 in a plain forward; only one-token steps differ, in
-    # layers 0 and 1.
+    # One-token steps go through layers 0 and 1 only; layer 3 sees the tokens together.
     tide.attach(model)
     model.model.layers[1].mlp.forward = depends_on_chunk_length
     with pytest.raises(SelfCheckError, match="layer 1 of 6 gives another output"):
@@ -189,6 +249,12 @@ def test_fingerprint_tells_models_apart_and_dtypes_not() -> None:
     with torch.no_grad():
         model.model.layers[4].mlp.up_proj.weight.add_(0.01)
     assert fingerprint(model, parts).differences(original) == ["layers"]
+    narrow = tiny_model("llama")  # only the first column of each weight stays
+    with torch.no_grad():
+        for layer in narrow.model.layers:
+            layer.mlp.up_proj.weight[:, 1:].neg_()
+    assert fingerprint(narrow, locate(narrow)).differences(original) == ["layers"]
+
     with torch.no_grad():
         model.lm_head.weight.add_(0.01)
     model.config.rms_norm_eps = 1e-4
@@ -206,17 +272,14 @@ def test_int8_weight_only_model() -> None:
 
 
 def check_scenarios(model: Any, runner: DepthRunner) -> None:
-    from scenarios import error, full_depth
-    from test_depth import random_ids
-
     for name, scenario in SCENARIOS.items():
         with runner:
-            outcome = scenario(runner, random_ids())
+            outcome = scenario(runner, torch.randint(3, 97, (2, 12)))
         for row, got in outcome:
             assert error(got, full_depth(model, runner, row)[-len(got) :]) <= 1e-5, name
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "gpt_oss"])
 def test_layers_offloaded_to_cpu_and_disk(family: str, tmp_path: Any) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = tiny_model(family)

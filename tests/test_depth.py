@@ -241,14 +241,98 @@ def test_the_model_itself_still_works_while_attached() -> None:
             assert torch.equal(model(ids).logits, before)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_logits_are_the_models_own(family: str) -> None:
+    model = tiny_model(family)
+    ids = random_ids()
+    with DepthRunner(model) as runner:
+        hidden = runner.run(ids, 0, 6, cache=runner.new_cache(2))
+        assert error(runner.logits(hidden), model(ids).logits) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
+def test_tokens_may_pass_in_any_order_at_given_positions(family: str) -> None:
+    """Even tokens first, then odd ones: each sees what stands before it, once that is there."""
+    model = tiny_model(family)
+    runner = DepthRunner(model)
+    ids, half = random_ids(), TOKENS // 2
+    places = torch.arange(TOKENS).expand(2, -1)
+    with runner:
+        cache = runner.new_cache(2)
+        below = runner.run(ids, 0, 3, cache=cache)
+        # K and V of the early ones first, so that the late ones find all that they may see.
+        kept, gone = places[:, 1::2], places[:, ::2]
+        runner.fill_kv(ids[:, ::2], 3, 6, cache=cache, hidden=below[:, ::2], positions=gone)
+        late = runner.run(ids[:, 1::2], 3, 6, cache=cache, hidden=below[:, 1::2], positions=kept)
+
+        again = runner.new_cache(2)
+        runner.run(ids, 0, 3, cache=again)
+        mixed = []
+        for t in range(TOKENS):  # one by one, in order, with the same K and V
+            one = {"cache": again, "hidden": below[:, t : t + 1]}
+            if t % 2:
+                mixed.append(runner.run(ids[:, t : t + 1], 3, 6, **one))
+            else:
+                runner.fill_kv(ids[:, t : t + 1], 3, 6, **one)
+    assert cache.lengths(5) == again.lengths(5) == (TOKENS, TOKENS)
+    assert late.shape[1] == half
+    assert error(late, torch.cat(mixed, 1)) <= 1e-5
+
+
+def test_a_provisional_pass_leaves_no_trace() -> None:
+    model = tiny_model("llama")
+    ids = random_ids()
+    with DepthRunner(model) as runner:
+        cache = runner.new_cache(2)
+        runner.run(ids[:, :8], 0, 6, cache=cache)
+        below = runner.run(ids[:, 8:], 0, 2, cache=cache)
+        places = torch.arange(8, TOKENS).expand(2, -1)
+        runner.run(ids[:, 8:], 4, 6, cache=cache, hidden=below, positions=places, provisional=True)
+        assert cache.lengths(5) == (8, 8)
+        hidden = runner.run(ids[:, 8:], 2, 6, cache=cache, hidden=below)
+    for row in range(2):
+        assert error(hidden[row], full_depth(model, runner, ids[row])[8:]) <= 1e-5
+
+
+def test_padding_is_no_token_and_may_hold_anything() -> None:
+    model = tiny_model("llama")
+    runner = DepthRunner(model)
+    ids = random_ids()
+    valid = torch.ones_like(ids)  # integers, as an attention mask has them
+    valid[1, :4] = 0
+    with runner:
+        cache = runner.new_cache(2)
+        below = runner.run(ids, 0, 3, cache=cache, valid=valid)
+        below[1, :4] = torch.nan
+        hidden = runner.run(ids, 3, 6, cache=cache, hidden=below, valid=valid)
+    assert runner.counts.tokens == [2 * TOKENS - 4] * 6
+    assert error(hidden[0], full_depth(model, runner, ids[0])) <= 1e-5
+    assert error(hidden[1, 4:], full_depth(model, runner, ids[1, 4:])) <= 1e-5
+
+
+def test_two_runners_on_one_model_and_a_layer_put_in_its_place() -> None:
+    model = tiny_model("llama")
+    ids = random_ids()
+    first, second = DepthRunner(model), DepthRunner(model)
+    with first, second:
+        a = first.run(ids, 0, 6, cache=first.new_cache(2))
+        assert torch.equal(second.run(ids, 0, 6, cache=second.new_cache(2)), a)
+    model.model.layers[2] = model.model.layers[4]
+    with first:
+        cache = first.new_cache(2)
+        changed = first.run(ids[:, :1], 0, 2, cache=cache)
+        assert first._gates is not None
+        assert first._gates[2].layer is model.model.layers[4]
+    assert changed.shape == (2, 1, 32)
+
+
 def test_misuse_is_refused_by_name() -> None:
     runner = DepthRunner(tiny_model("llama"))
     ids = random_ids()
     with pytest.raises(UnsupportedModelError, match="not attached"):
         runner.run(ids, 0, 6, cache=runner.new_cache(2))
     with runner:
-        with pytest.raises(UnsupportedModelError, match="already has a runner"):
-            DepthRunner(runner.model).__enter__()
         cache = runner.new_cache(2)
         with pytest.raises(RangeError, match=r"\[0, 7\); allowed"):
             runner.run(ids, 0, 7, cache=cache)
@@ -259,5 +343,10 @@ def test_misuse_is_refused_by_name() -> None:
         hidden = runner.run(ids, 0, 2, cache=cache)
         with pytest.raises(RangeError, match="first two dimensions"):
             runner.run(ids, 2, 6, cache=cache, hidden=hidden[:, :3])
+        with pytest.raises(RangeError, match="valid of shape"):
+            runner.run(ids, 0, 2, cache=cache, valid=torch.ones(1, TOKENS, dtype=torch.bool))
         with pytest.raises(RangeError, match="hold different lengths"):
             runner.run(ids, 0, 6, cache=cache)
+        runner.run(ids, 2, 6, cache=cache, hidden=hidden)
+        with pytest.raises(RangeError, match="tokens must pass the layers below first"):
+            runner.run(ids, 2, 6, cache=cache, hidden=hidden)

@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**_ROPE, "head_dim": 8},
     "mistral": {**_ROPE, "sliding_window": 5},
     "mixtral": {**_ROPE, **_MOE, "sliding_window": None},
-    "gemma2": {**_ROPE, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 30.0},
+    "gemma2": {**_ROPE, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 1.0},
     "gemma3_text": {**_ROPE, "head_dim": 8, "sliding_window": 5, "sliding_window_pattern": 3},
     "gpt2": {
         "vocab_size": VOCABULARY,
@@ -45,6 +45,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {**_ROPE, "sliding_window": 7},
     "opt": {**_ROPE, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "falcon": {**_ROPE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "cohere": {**_ROPE, "logit_scale": 0.25},
+    "granite": {**_ROPE, "logits_scaling": 3.0},
+    "llama4_text": {
+        **_ROPE,
+        "intermediate_size_mlp": 64,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "attention_chunk_size": 5,
+        "no_rope_layers": [1, 1, 0, 1, 1, 0],
+    },
+    # Attention weights of its own beside its projections; eager attention only.
+    "gpt_oss": {
+        **_ROPE,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "sliding_window": 5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "deepseek_v3": {
         **_ROPE,
         "num_key_value_heads": 4,
@@ -77,6 +96,7 @@ def tiny_model(
     **changes: Any,
 ) -> Any:
     """A tiny random model in evaluation mode, its weights large enough that mistakes show."""
+    attention = "eager" if family == "gpt_oss" else attention
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)
     model = AutoModelForCausalLM.from_config(

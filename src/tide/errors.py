@@ -22,3 +22,15 @@ class SelfCheckError(TideError, RuntimeError):
 
 class RangeError(TideError, ValueError):
     """A run was asked for layers, tokens or states that do not fit together."""
+
+
+class ConfigError(TideError, ValueError):
+    """A setting has a value that is not allowed, or is not a setting."""
+
+
+class ArtifactError(TideError, ValueError):
+    """An artifact cannot be read, is damaged, or was made for another model."""
+
+
+class UnsupportedGenerationError(TideError, ValueError):
+    """`generate` was asked for something that decoding by depth does not do."""

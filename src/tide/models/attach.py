@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tide.errors import TideError, UnsupportedModelError
 from tide.models.depth import DepthRunner
 from tide.models.selfcheck import self_check
 
@@ -17,7 +18,7 @@ def attach(model: Any, *, check: bool = True) -> DepthRunner:
         hidden = runner.run(input_ids, 0, 8, cache=cache)
     ```
 
-    The model is changed only inside the `with`, which may be entered again and again.
+    The `with` may be entered again and again. The model is changed only while a pass runs.
 
     Args:
         model: an `AutoModelForCausalLM` in evaluation mode.
@@ -29,7 +30,18 @@ def attach(model: Any, *, check: bool = True) -> DepthRunner:
             by depth ranges.
         SelfCheckError: naming the first layer that differs, if the proof fails.
     """
-    runner = DepthRunner(model)
-    if check:
-        self_check(runner)
+    try:
+        runner = DepthRunner(model)
+        with runner:
+            pass  # the first entry learns what the layers return
+        if check:
+            self_check(runner)
+    except TideError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot be run by depth ranges: its own code failed with "
+            f"{type(error).__name__}: {error}. TIDE runs decoder-only models loaded with "
+            "AutoModelForCausalLM, with K and V in every layer."
+        ) from error
     return runner

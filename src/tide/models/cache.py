@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Cache
@@ -36,8 +37,8 @@ class Chunk:
         lo, hi: the layers that the pass runs.
         new_ends: waterline of each row after the pass.
         tokens: tokens in the pass, without padding.
+        starts: first slot of each row, `[rows, 1]`.
         slots: slot of each token, `[rows, new_tokens]`; of padding, the row's first slot.
-        positions: position of each token in its row, `[rows, new_tokens]`.
         block: the slots as one slice, where all rows write the same ones; otherwise None.
         index: (row, column, slot) of each token, `[tokens]` each; None where `block` is set.
         plain: no padding and no gaps anywhere, so the model may make its own causal mask.
@@ -48,12 +49,17 @@ class Chunk:
     hi: int
     new_ends: tuple[int, ...]
     tokens: int
+    starts: Tensor
     slots: Tensor
-    positions: Tensor
     block: slice | None
-    index: tuple[Tensor, Tensor, Tensor] | None
+    index: tuple[Tensor, ...] | None
     plain: bool
     fill: bool
+
+    @property
+    def positions(self) -> Tensor:
+        """Place of each token in its row, `[rows, new_tokens]`."""
+        return self.slots - self.starts
 
     @property
     def key_slots(self) -> int:
@@ -89,9 +95,7 @@ class WaterlineLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         stop = chunk.key_slots
-        if self.keys.shape[2] < stop:
-            capacity = max(_FIRST_CAPACITY, 2 * self.keys.shape[2], stop)
-            self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
+        self.reserve(stop)
         if chunk.block is not None:
             self.keys[:, :, chunk.block] = key_states
             self.values[:, :, chunk.block] = value_states
@@ -103,6 +107,12 @@ class WaterlineLayer(CacheLayerMixin):
         if chunk.fill:
             raise KVWritten
         return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def reserve(self, slots: int) -> None:
+        """Grow the buffers, at least to twice their size, if they have fewer slots."""
+        if self.keys.shape[2] < slots:
+            capacity = max(_FIRST_CAPACITY, 2 * self.keys.shape[2], slots)
+            self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
 
     def get_seq_length(self) -> int:
         """Slots before the running pass, for the model's own mask."""
@@ -164,61 +174,69 @@ class WaterlineCache(Cache):
         hi: int,
         new_tokens: int,
         *,
-        valid: Tensor | None,
         device: torch.device,
+        valid: Tensor | None = None,
+        positions: Tensor | None = None,
         fill: bool = False,
+        provisional: bool = False,
     ) -> Chunk:
         """Plan a pass of `new_tokens` columns through layers `[lo, hi)`; `close` ends it.
 
         Args:
             valid: which columns are tokens and which padding, boolean `[rows, new_tokens]`; None if
                 all are tokens.
+            positions: place of each token in its row, `[rows, new_tokens]`; None for the places
+                after those that have passed.
+            fill: the layers are to write K and V and do no more.
+            provisional: the tokens have not passed the layers below, and will pass these again.
         """
-        if valid is not None and bool(valid.all()):
-            valid = None
-        counts = (new_tokens,) * self.rows if valid is None else tuple(valid.sum(1).tolist())
-        if not any(counts):
+        # All on the host, from one copy of `valid`: a pass then costs one small copy to the device.
+        mask = np.ones((self.rows, new_tokens), bool) if valid is None else valid.cpu().numpy()
+        counts, padded = mask.sum(1), not mask.all()
+        if not counts.any():
             raise RangeError("A pass needs at least one token; every column given is padding.")
         if not any(any(self.lengths(layer)) for layer in range(len(self.layers))):
-            if not all(counts):
-                raise RangeError(
-                    f"Rows start with tokens {list(counts)}; every row needs at least one."
-                )
-            self._align(tuple(new_tokens - count for count in counts))
+            if not counts.all():
+                raise RangeError(f"Rows start with tokens {counts}; every row needs at least one.")
+            self._align(tuple((new_tokens - counts).tolist()))
         ends = self.ends[lo]
         if any(self.ends[layer] != ends for layer in range(lo + 1, hi)):
             raise RangeError(
                 f"Layers {lo} to {hi - 1} hold different lengths, so they cannot run as one range. "
                 "Run each part up to the same length first, or fall back."
             )
-        new_ends = tuple(end + count for end, count in zip(ends, counts, strict=True))
-        starts = torch.tensor(self.starts, device=device)[:, None]  # [rows, 1]
-        together = len(set(new_ends)) == 1
-        if valid is None:
-            slots = torch.tensor(ends, device=device)[:, None] + torch.arange(
-                new_tokens, device=device
-            )
+        starts = np.array(self.starts)[:, None]  # [rows, 1]
+        if positions is None:
+            slots = np.array(ends)[:, None] + mask.cumsum(1) - 1  # [rows, new_tokens]
         else:
-            slots = torch.tensor(ends, device=device)[:, None] + valid.cumsum(1) - 1
+            slots = starts + positions.cpu().numpy()
+        new_ends = tuple(map(max, ends, (np.where(mask, slots, -1).max(1) + 1).tolist()))
+        if lo and not provisional and any(map(int.__gt__, new_ends, self.ends[lo - 1])):
+            raise RangeError(
+                f"Layers {lo} to {hi - 1} would hold {list(new_ends)} slots, but layer {lo - 1} "
+                f"holds {list(self.ends[lo - 1])}: tokens must pass the layers below first."
+            )
+        last = max(new_ends)
+        block = positions is None and len(set(new_ends)) == 1
+        if padded:
+            slots = np.where(mask, slots, starts)
             # Left-padded prompts fall into place as a block: their padding lands before the row's
             # first slot.
-            left_padded = bool((valid.sort(1).values == valid).all())
-            together = (
-                together and left_padded and ends == self.starts and max(new_ends) >= new_tokens
-            )
-            slots = torch.where(valid, slots, starts)
-        last = max(new_ends)
-        row_column = None if together else _nonzero(slots, valid)
+            left_padded = (np.sort(mask, 1) == mask).all()
+            block = bool(block and left_padded and ends == self.starts and last >= new_tokens)
+        where = np.nonzero(mask)
         self._chunk = Chunk(
             lo,
             hi,
             new_ends,
-            tokens=sum(counts),
-            slots=slots,
-            positions=slots - starts,
-            block=slice(last - new_tokens, last) if together else None,
-            index=None if row_column is None else (*row_column, slots[row_column]),
-            plain=together and valid is None and not any(self.starts),
+            tokens=int(counts.sum()),
+            starts=torch.from_numpy(starts).to(device),
+            slots=torch.from_numpy(slots).to(device),
+            block=slice(last - new_tokens, last) if block else None,
+            index=None
+            if block
+            else torch.from_numpy(np.stack([*where, slots[where]])).to(device).unbind(),
+            plain=block and not padded and not any(self.starts),
             fill=fill,
         )
         return self._chunk
@@ -228,6 +246,20 @@ class WaterlineCache(Cache):
         chunk, self._chunk = self.chunk, None
         if done:
             self.ends[chunk.lo : chunk.hi] = [chunk.new_ends] * (chunk.hi - chunk.lo)
+
+    def append_zeros(self, lo: int, hi: int, counts: Sequence[int]) -> None:
+        """Append `counts[row]` tokens whose K and V are zero to layers `[lo, hi)`.
+
+        This is what was published for skipped layers. It is here to be compared with.
+        """
+        for index in range(lo, hi):
+            layer, ends = self.layers[index], self.ends[index]
+            new_ends = tuple(map(sum, zip(ends, counts, strict=True)))
+            layer.reserve(max(new_ends))
+            for row, (end, new_end) in enumerate(zip(ends, new_ends, strict=True)):
+                layer.keys[row, :, end:new_end] = 0
+                layer.values[row, :, end:new_end] = 0
+            self.ends[index] = new_ends
 
     def fall_back(self, lengths: Sequence[int]) -> None:
         """Forget, in every layer, what each row holds beyond its first `lengths[row]` tokens."""
@@ -240,12 +272,17 @@ class WaterlineCache(Cache):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order; finished rows leave the batch."""
-        self.starts = tuple(self.starts[row] for row in rows)
-        self.ends = [tuple(ends[row] for row in rows) for ends in self.ends]
+        if not rows or not all(0 <= row < self.rows for row in rows):
+            raise RangeError(f"Got rows {list(rows)}; need some of 0 to {self.rows - 1}.")
+        # Slots before the first token of every row that stays are dropped too.
+        unused = min(self.starts[row] for row in rows)
+        self.starts = tuple(self.starts[row] - unused for row in rows)
+        self.ends = [tuple(ends[row] - unused for row in rows) for ends in self.ends]
         for layer in self.layers:
             if layer.is_initialized:
                 index = torch.tensor(rows, device=layer.keys.device)
-                layer.keys, layer.values = layer.keys[index], layer.values[index]
+                layer.keys = layer.keys[index, :, unused:]
+                layer.values = layer.values[index, :, unused:]
 
     def _align(self, starts: tuple[int, ...]) -> None:
         self.starts = starts
@@ -255,12 +292,7 @@ class WaterlineCache(Cache):
 def _grown(buffer: Tensor, capacity: int) -> Tensor:
     """A larger buffer with the same content, and zeros after it: a masked NaN would spread."""
     rows, heads, held, dim = buffer.shape
-    grown = buffer.new_zeros(rows, heads, capacity, dim)
+    with torch.inference_mode(False):  # so that a cache may be used inside and outside of it
+        grown = buffer.new_zeros(rows, heads, capacity, dim)
     grown[:, :, :held] = buffer
     return grown
-
-
-def _nonzero(slots: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    where = torch.ones_like(slots, dtype=torch.bool) if valid is None else valid
-    row, column = where.nonzero(as_tuple=True)
-    return row, column

@@ -48,23 +48,23 @@ class _Gate:
 
 
 class _GatedList(nn.ModuleList):
-    """The decoder's list of layers while a runner is attached."""
+    """The class of the decoder's list of layers while a pass runs: its loop meets the gates."""
 
-    gates: list[_Gate] | None = None  # set while a pass runs
+    gates: list[_Gate]
 
     def __iter__(self) -> Iterator[Any]:
-        return super().__iter__() if self.gates is None else iter(self.gates)
+        return iter(self.gates)
 
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(index) if self.gates is None else self.gates[index]
+        return self.gates[index]
 
 
 class DepthRunner:
     """Runs depth ranges of a causal language model and counts what ran.
 
-    A context manager: the model is changed only inside `with runner:`, and is put back on leaving
-    it, also after an exception. `tide.models.attach.attach` makes one and proves it on the model
-    first.
+    A context manager: runs are made inside `with runner:`. The model is changed only while a pass
+    runs, and is put back when it ends, also by an exception. `tide.models.attach.attach` makes a
+    runner and proves it on the model first.
 
     Attributes:
         model, parts, config: the model, its located parts and its text config.
@@ -78,36 +78,19 @@ class DepthRunner:
         self.config = text_config(model)
         self.n_layers = len(self.parts.layers)
         self.counts = LayerCounts.zeros(self.n_layers)
-        self._gates = [_Gate(self, i, layer) for i, layer in enumerate(self.parts.layers)]
-        self._pass: _Pass | None = None
-        self._returns_tuple: bool | None = (
-            None  # decoder layers return a tensor or a tuple, by family
-        )
-        self._list_class: type | None = None
+        self._gates: list[_Gate] | None = None  # while attached
+        self._pass: _Pass | None = None  # while running
+        self._returns_tuple: bool | None = None  # decoder layers return a tensor or a tuple
 
     def __enter__(self) -> DepthRunner:
-        layers = self.parts.layers
-        if isinstance(layers, _GatedList):
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} already has a runner attached. Leave its `with` "
-                f"first, or share it."
-            )
-        self._list_class = type(layers)
-        # A change of class leaves the list itself, its name and its content as they are; undone by
-        # __exit__.
-        layers.__class__ = _GatedList
+        # Made anew each time: adapters and quantisation replace layers.
+        self._gates = [_Gate(self, i, layer) for i, layer in enumerate(self.parts.layers)]
         if self._returns_tuple is None:
-            try:
-                self._learn_return_type()
-            except BaseException:
-                self.__exit__()
-                raise
+            self._learn_return_type()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        assert self._list_class is not None
-        self.parts.layers.__class__ = self._list_class
-        self._list_class = None
+        self._gates = None
 
     @property
     def input_device(self) -> torch.device:
@@ -135,6 +118,7 @@ class DepthRunner:
         hidden: Tensor | None = None,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        provisional: bool = False,
     ) -> Tensor:
         """Run layers `[lo, hi)` on tokens that have passed the layers below; K and V go to `cache`.
 
@@ -146,14 +130,18 @@ class DepthRunner:
                 required if `lo > 0`.
             valid: False where a column is padding, `[rows, new_tokens]`; any side. None if there is
                 none.
-            positions: position of each token, `[rows, new_tokens]`; by default its place in the
-                row.
+            positions: place of each token in its row, `[rows, new_tokens]`; by default those after
+                the tokens that have passed. Says what the token may see and where its K and V go.
+            provisional: what the pass writes may be read by the next passes of the same range, but
+                does not count as passed, and is overwritten by the pass that does.
 
         Returns:
             Output of layer `hi - 1`, before the final norm, `[rows, new_tokens, hidden]`; padding
             is undefined.
         """
-        return self._drive(input_ids, lo, hi, cache, hidden, valid, positions, fill=False)
+        return self._drive(
+            input_ids, lo, hi, cache, hidden, valid, positions, provisional=provisional
+        )
 
     def fill_kv(
         self,
@@ -189,28 +177,37 @@ class DepthRunner:
         valid: Tensor | None,
         positions: Tensor | None,
         *,
-        fill: bool,
+        fill: bool = False,
+        provisional: bool = False,
     ) -> Tensor:
-        self._check(input_ids, lo, hi, cache, hidden, fill)
+        self._check(input_ids, lo, hi, cache, hidden, valid, positions, fill)
+        valid = None if valid is None else valid.bool()
         chunk = cache.open(
-            lo, hi, input_ids.shape[1], valid=valid, device=input_ids.device, fill=fill
-        )
+            lo, hi, input_ids.shape[1], device=input_ids.device, valid=valid, positions=positions,
+            fill=fill, provisional=provisional,
+        )  # fmt: skip
+        if hidden is not None and valid is not None:
+            # Padding may hold anything, and a NaN would spread through the masked K and V.
+            hidden = hidden.masked_fill(~valid[..., None].to(hidden.device), 0)
         running = self._pass = _Pass(chunk, hidden)
-        layers, done = vars(self.parts.layers), False
-        layers["gates"] = self._gates
+        layers, done = self.parts.layers, False
+        # A change of class leaves the list, its name and its content as they are.
+        list_class, layers.__class__ = type(layers), _GatedList
+        layers.__dict__["gates"] = self._gates
         try:
             self.parts.decoder(
                 input_ids=input_ids,
-                attention_mask=attention_mask(chunk, cache.starts, self.config, self.model.dtype),
-                position_ids=chunk.positions if positions is None else positions,
+                attention_mask=attention_mask(chunk, self.config, self.model.dtype),
+                position_ids=chunk.positions,
                 past_key_values=cache,
                 use_cache=True,
             )
             done = True
         finally:
-            del layers["gates"]
+            layers.__class__ = list_class
+            del layers.__dict__["gates"]
             self._pass = None
-            cache.close(done=done)
+            cache.close(done=done and not provisional)
         assert running.hidden is not None
         return running.hidden
 
@@ -227,7 +224,7 @@ class DepthRunner:
             else:
                 output = gate.layer(hidden, *args, **kwargs)
                 self._returns_tuple = isinstance(output, tuple)
-                hidden = output[0] if self._returns_tuple else output
+                hidden = first_tensor(output)
                 self.counts.calls[index] += 1
                 self.counts.tokens[index] += chunk.tokens
             running.hidden = hidden
@@ -246,9 +243,17 @@ class DepthRunner:
             self.counts = counts
 
     def _check(
-        self, input_ids: Tensor, lo: int, hi: int, cache: Any, hidden: Tensor | None, fill: bool
+        self,
+        input_ids: Tensor,
+        lo: int,
+        hi: int,
+        cache: Any,
+        hidden: Tensor | None,
+        valid: Tensor | None,
+        positions: Tensor | None,
+        fill: bool,
     ) -> None:
-        if self._list_class is None:
+        if self._gates is None:
             raise UnsupportedModelError("The runner is not attached. Use it inside `with runner:`.")
         if not isinstance(cache, WaterlineCache):
             raise UnsupportedCacheError(
@@ -271,11 +276,17 @@ class DepthRunner:
                 f"state. Layer 0 starts from the tokens; any other needs the output of the layer "
                 f"below it."
             )
-        if hidden is not None and hidden.shape[:2] != input_ids.shape:
-            raise RangeError(
-                f"Got hidden states of shape {list(hidden.shape)} for tokens of shape "
-                f"{list(input_ids.shape)}; the first two dimensions must agree."
-            )
+        for name, given in (("hidden", hidden), ("valid", valid), ("positions", positions)):
+            if given is not None and given.shape[:2] != input_ids.shape:
+                raise RangeError(
+                    f"Got {name} of shape {list(given.shape)} for tokens of shape "
+                    f"{list(input_ids.shape)}; the first two dimensions must agree."
+                )
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden states that a decoder layer returned; by family a tensor, or first of a tuple."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def scale_logits(config: Any, logits: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ FAMILIES: dict[str, FamilyRow] = {
     "falcon": FamilyRow("transformer", "h", "ln_f"),
     "gpt2": FamilyRow("transformer", "h", "ln_f"),
     "gpt_bigcode": FamilyRow("transformer", "h", "ln_f"),
-    "gpt_neo": FamilyRow("transformer", "h", "ln_f"),
     "gpt_neox": FamilyRow("gpt_neox", "layers", "final_layer_norm"),
     "gptj": FamilyRow("transformer", "h", "ln_f"),
     "opt": FamilyRow("model.decoder", "layers", "final_layer_norm"),
@@ -37,7 +36,7 @@ NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 # carry.
 ALIBI_FAMILIES = ("bloom", "mpt")
 
-# Attention of a layer type sees key slot j from query slot s when ...; anything else is refused.
+# Kinds of attention that `masks.py` can mask; anything else is refused.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 # Attention implementations that read an explicit 4-D mask.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from tide.models.locate import Parts, text_config
 
 _SAMPLES = 256
+_STEP = 2_654_435_761
 
 # Config keys that change without the model changing.
 _NOT_IDENTITY = (
@@ -35,7 +37,7 @@ _NOT_IDENTITY = (
 class Fingerprint:
     """Hashes of a model's parts, each 16 hex digits.
 
-    The dtype it is loaded in is not part of it.
+    A model loaded in fp32 and in bf16 has the same; fp16 rounds otherwise and has its own.
     """
 
     config: str
@@ -56,7 +58,13 @@ def fingerprint(model: Any, parts: Parts) -> Fingerprint:
     config = {k: v for k, v in text_config(model).to_dict().items() if k not in _NOT_IDENTITY}
     return Fingerprint(
         config=_digest(json.dumps(config, sort_keys=True, default=str).encode()),
-        head=_hash_weights([("norm", parts.norm), ("head", parts.head)]),
+        head=_hash_weights(
+            [
+                ("norm", parts.norm),
+                ("head", parts.head),
+                ("embeddings", model.get_input_embeddings()),
+            ]
+        ),
         layers=_hash_weights([(str(i), layer) for i, layer in enumerate(parts.layers)]),
     )
 
@@ -67,19 +75,28 @@ def _hash_weights(modules: list[tuple[str, nn.Module]]) -> str:
     for prefix, module in modules:
         for name, owner in module.named_modules(prefix=prefix):
             with _weights_at_hand(owner):
-                for key, weight in owner.named_parameters(recurse=False):
+                for key, weight in _stored(owner):
                     digest.update(f"{name}.{key}{tuple(weight.shape)}".encode())
                     digest.update(_sample(weight))
     return digest.hexdigest()[:16]
 
 
+def _stored(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a module itself that belong to its checkpoint."""
+    yield from module.named_parameters(recurse=False)
+    for name, buffer in module.named_buffers(recurse=False):
+        if name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
 def _sample(weight: Tensor) -> bytes:
-    """Evenly spaced values in bf16, so that a model is the same loaded in fp32 and in bf16."""
+    """Scattered values in bf16, so that a model is the same loaded in fp32 and in bf16."""
     if hasattr(weight, "dequantize") and type(weight) not in (Tensor, nn.Parameter):
         weight = weight.dequantize()
     flat = weight.detach().reshape(-1)
-    stride = max(1, flat.numel() // _SAMPLES)
-    return flat[::stride].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
+    # Steps of a large prime: they fall into every column, whatever the width of the weight.
+    places = torch.arange(min(_SAMPLES, flat.numel()), device=flat.device) * _STEP % flat.numel()
+    return flat[places].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
 
 
 def _weights_at_hand(module: nn.Module) -> Any:

@@ -27,8 +27,7 @@ def call_until_written(layer: nn.Module, hidden: Tensor, args: tuple, kwargs: di
     else:
         raise UnsupportedModelError(
             f"{type(layer).__name__} ran to its end without storing K and V, so they cannot be "
-            f"filled in alone. "
-            'Use kv_cache_strategy="deferred".'
+            "filled in alone. Run the whole layer instead (kv_cache_strategy='deferred')."
         )
 
 
@@ -36,5 +35,6 @@ def _release_offloaded(layer: nn.Module) -> None:
     """Let accelerate put weights back that a call stopped half-way leaves on the device."""
     for module in layer.modules():
         hook: Any = getattr(module, "_hf_hook", None)
-        if getattr(hook, "offload", False):
+        loaded = any(not weight.is_meta for weight in module.parameters(recurse=False))
+        if loaded and getattr(hook, "offload", False):
             hook.post_forward(module, None)

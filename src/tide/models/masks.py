@@ -25,7 +25,7 @@ def layer_types(config: Any) -> tuple[str, ...]:
 
 
 def attention_mask(
-    chunk: Chunk, starts: tuple[int, ...], config: Any, dtype: torch.dtype
+    chunk: Chunk, config: Any, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor] | None:
     """The mask of a pass in the form its model takes.
 
@@ -39,7 +39,7 @@ def attention_mask(
     device = chunk.slots.device
     key = torch.arange(chunk.key_slots, device=device)  # [key_slots]
     query = chunk.slots[:, None, :, None]  # [rows, 1, new_tokens, 1]
-    start = torch.tensor(starts, device=device)[:, None, None, None]  # [rows, 1, 1, 1]
+    start = chunk.starts[:, :, None, None]  # [rows, 1, 1, 1]
     causal = (key <= query) & (key >= start)  # [rows, 1, new_tokens, key_slots]
     masks = {}
     for kind in sorted(set(layer_types(config))):

@@ -1,0 +1,97 @@
+"""Gives what every benchmark script needs: conditions, interleaved timing, prompts, the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.progress import track
+
+import tide
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Options that all benchmark scripts share."""
+    out = argparse.ArgumentParser(description=doc.splitlines()[0])
+    out.add_argument("model", help="a model folder or hub id")
+    out.add_argument("--threads", type=int, default=2)
+    out.add_argument("--out", type=Path, help="write the result here as JSON")
+    return out
+
+
+def interleave(
+    sides: dict[str, Callable[[], Any]], repeats: int, title: str
+) -> dict[str, list[float]]:
+    """Seconds of each side, run in turn `repeats` times after one round to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in track(range(repeats + 1), description=title):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            run()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def quantiles(seconds: list[float]) -> dict[str, float]:
+    """p20, p50 and p80 in milliseconds."""
+    if len(seconds) == 1:
+        return {"p50_ms": round(1e3 * seconds[0], 3)}
+    cuts = statistics.quantiles(seconds, n=10, method="inclusive")
+    return {f"p{p}_ms": round(1e3 * cuts[p // 10 - 1], 3) for p in (20, 50, 80)}
+
+
+def spec_bench(count: int) -> list[dict[str, str]]:
+    """First turns of Spec-Bench, `count` of them spread evenly over its categories, in order."""
+    data = os.environ.get("TIDE_DATA")
+    if not data:
+        raise SystemExit("Set TIDE_DATA to a folder that has spec_bench/question.jsonl.")
+    lines = (Path(data) / "spec_bench" / "question.jsonl").read_text().splitlines()
+    by_category: dict[str, list[str]] = {}
+    for line in lines:
+        row = json.loads(line)
+        by_category.setdefault(row["category"], []).append(row["turns"][0])
+    picked: list[dict[str, str]] = []
+    while len(picked) < count:
+        turn = len(picked) // len(by_category)
+        picked += [{"category": c, "text": texts[turn]} for c, texts in by_category.items()]
+    return picked[:count]
+
+
+def report(what: str, args: argparse.Namespace, results: Any, **conditions: Any) -> None:
+    """Print the result as one JSON line, with its conditions, and write it to `--out`."""
+    document = {
+        "what": what,
+        "conditions": {
+            "model": Path(args.model).name,
+            **conditions,
+            "threads": args.threads,
+            "device": "cpu",
+            "processor": _processor(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "tide": tide.__version__,
+        },
+        "results": results,
+    }
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
