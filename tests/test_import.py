@@ -34,5 +34,5 @@ def test_the_published_spelling() -> None:
 
     assert TIDE.attach is tide.attach
     assert TIDE.__version__ == tide.__version__
-    with pytest.raises(AttributeError, match=r"no attribute 'atach'; it has attach"):
+    with pytest.raises(AttributeError, match=r"no attribute 'atach'; it has TIDE"):
         _ = TIDE.atach

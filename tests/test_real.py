@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import TIDE
 import tide
 from scenarios import SCENARIOS, error, full_depth
+from tide.config import TIDEConfig
+from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.heads import ExitHead
+from tide.exits.policy import Gate, Place, ScriptedPolicy
 from tide.models.depth import DepthRunner
 from tide.models.fingerprint import fingerprint
+from tide.models.locate import locate
 
 pytestmark = [pytest.mark.real, pytest.mark.xdist_group("smollm2")]
 
@@ -59,3 +67,87 @@ def test_fingerprint_does_not_depend_on_the_dtype(model: Any, smollm2_path: Path
     rounded = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.bfloat16)
     here, there = tide.attach(model, check=False), tide.attach(rounded)
     assert fingerprint(model, here.parts) == fingerprint(rounded, there.parts)
+
+
+@pytest.fixture(scope="module")
+def artifact(model: Any) -> Artifact:
+    """Real heads, untrained, at three checkpoints."""
+    checkpoints = [
+        Checkpoint(layer, ExitHead("identity", 576), gate=Gate(top_probability=0.5))
+        for layer in (7, 15, 23)
+    ]
+    return Artifact(fingerprint(model, locate(model)), 576, checkpoints)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2_path, padding_side="left")
+
+
+def chat(tokenizer: Any, texts: list[str]) -> dict[str, torch.Tensor]:
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    return tokenizer.apply_chat_template(
+        conversations, add_generation_prompt=True, padding=True, return_tensors="pt",
+        return_dict=True,
+    )  # fmt: skip
+
+
+def test_lossless_on_twenty_real_prompts(
+    model: Any, artifact: Artifact, tokenizer: Any, data_path: Path
+) -> None:
+    lines = (data_path / "spec_bench" / "question.jsonl").read_text().splitlines()[::24]
+    texts = [json.loads(line)["turns"][0][:400] for line in lines]
+    assert len(texts) == 20
+    engine = tide.TIDE(model, artifact, check=False)
+    drafted: Counter[str] = Counter()
+    for start in range(0, 20, 4):
+        batch = chat(tokenizer, texts[start : start + 4])
+        expected = model.generate(**batch, max_new_tokens=64, do_sample=False)
+        assert torch.equal(engine.generate(**batch, max_new_tokens=64, do_sample=False), expected)
+        drafted.update(engine.last_stats.drafted)
+    assert drafted["context"] > 0 and drafted["exit"] > 0
+
+
+def test_a_script_that_exits_sixty_percent_at_layer_15(model: Any, ids: torch.Tensor) -> None:
+    def script(place: Place, checkpoint: int) -> bool:
+        return place.position % 5 < 3
+
+    exits = Artifact(
+        fingerprint(model, locate(model)), 576, [Checkpoint(15, ExitHead("identity", 576))]
+    )
+    engine = tide.TIDE(
+        model, exits, TIDEConfig(drafts=()), policy=ScriptedPolicy(script), check=False
+    )
+    calls = [0] * 30
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
+        for i, layer in enumerate(model.model.layers)
+    ]
+    engine.generate(ids[:1], max_new_tokens=51, do_sample=False, eos_token_id=None)
+    for handle in handles:
+        handle.remove()
+    stats = engine.last_stats
+    # 50 tokens after the first; the script lets 3 of every 5 leave.
+    assert stats.exits_per_layer == {15: 30}
+    assert calls == [51] * 16 + [21] * 14
+    assert stats.layers_run == sum(calls) < stats.layers_full == 51 * 30
+
+
+def test_the_published_example_runs_unchanged(
+    smollm2_path: Path, artifact: Artifact, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The published README's lines, without its calibrate call: the artifact is given."""
+    monkeypatch.chdir(tmp_path)
+    artifact.save("router.pt")
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path, dtype="float32", device_map="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+
+    engine = TIDE.TIDE(model, router_path="router.pt")
+    output = engine.generate(tokenizer("Hello", return_tensors="pt").input_ids, max_new_tokens=16)
+    print(tokenizer.decode(output[0]))
+
+    assert capsys.readouterr().out.startswith("Hello")
+    config = TIDE.TIDEConfig(exit_threshold=0.95)
+    engine = TIDE.TIDE(model, "router.pt", config=config)
+    assert engine(tokenizer("Hello there", return_tensors="pt").input_ids).shape[-1] == 49152
+    assert engine.last_stats.summary().startswith("Total tokens: 2, Exited: ")

@@ -7,16 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tide.config import TIDEConfig as TIDEConfig
+    from tide.engine import TIDE as TIDE
     from tide.models.attach import attach as attach
+    from tide.stats import ExitStats as ExitStats
 
 __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _HOME = {
+    "TIDE": "tide.engine",
+    "TIDEConfig": "tide.config",
+    "ExitStats": "tide.stats",
     "attach": "tide.models.attach",
 }
 
-__all__ = ["attach"]
+__all__ = ["TIDE", "ExitStats", "TIDEConfig", "attach"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""Makes artifacts: from a frozen model to exits and drafts worth having."""

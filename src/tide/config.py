@@ -1,0 +1,121 @@
+"""Gives `TIDEConfig`: every published setting under its published name, and our own beside them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from tide.errors import ConfigError
+
+MODES = ("lossless", "exit", "off")
+EXIT_STRATEGIES = ("affine", "identity", "tail")
+KV_CACHE_STRATEGIES = ("deferred", "propagate", "zero_pad")
+DRAFT_SOURCES = ("context", "table", "exit")
+
+
+@dataclass(frozen=True)
+class TIDEConfig:
+    """Settings of calibration and of the engine; checked when made.
+
+    The first ten are the published ones. Two of their defaults differ from what was published,
+    because the published ones were measured to be worse: `exit_strategy` was "identity",
+    `kv_cache_strategy` was "zero_pad".
+
+    Attributes:
+        exit_threshold: confidence at a checkpoint from which a token leaves there.
+        min_layers: no token leaves before it has passed this many layers.
+        checkpoint_interval: a checkpoint every so many layers.
+        calibration_samples: texts used by calibration.
+        calibration_dataset: Hugging Face data set that they are taken from.
+        convergence_threshold: cosine similarity that counts as converged (`label="cosine"`).
+        router_bottleneck_dim: hidden size of a router.
+        exit_strategy: what turns a middle state into a token: "affine", "identity" or "tail".
+        kv_cache_strategy: K and V of skipped layers: "deferred" (exact, computed later),
+            "propagate" (from the state in which the token left) or "zero_pad" (as published).
+        compaction_threshold: share of prompt tokens that must have left before the rest are
+            compacted (`prefill_exit`).
+        mode: "exit", "lossless" or "off".
+        max_pending: most tokens that may wait for a deep pass.
+        drafts: sources of guessed tokens, tried in this order.
+        max_draft: most tokens that are guessed at once.
+        prefill_exit: let prompt tokens leave early too.
+        audit_tail: when a row ends, run a last deep pass so that every early token was checked.
+    """
+
+    exit_threshold: float = 0.85
+    min_layers: int = 8
+    checkpoint_interval: int = 4
+    calibration_samples: int = 2000
+    calibration_dataset: str = "wikitext"
+    convergence_threshold: float = 0.98
+    router_bottleneck_dim: int = 128
+    exit_strategy: str = "affine"
+    kv_cache_strategy: str = "deferred"
+    compaction_threshold: float = 0.25
+    mode: str = "exit"
+    max_pending: int = 8
+    drafts: tuple[str, ...] = DRAFT_SOURCES
+    max_draft: int = 10
+    prefill_exit: bool = False
+    audit_tail: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "drafts", tuple(self.drafts))
+        # A threshold above 1 is allowed: it turns exits off and leaves all else on.
+        _check(self.exit_threshold >= 0, "exit_threshold", self.exit_threshold, "at least 0")
+        for name in ("convergence_threshold", "compaction_threshold"):
+            value = getattr(self, name)
+            _check(0 <= value <= 1, name, value, "between 0 and 1")
+        for name in (
+            "checkpoint_interval", "calibration_samples", "router_bottleneck_dim", "max_pending",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            _check(isinstance(value, int) and value >= 1, name, value, "a whole number from 1")
+        for name in ("min_layers", "max_draft"):
+            value = getattr(self, name)
+            _check(isinstance(value, int) and value >= 0, name, value, "a whole number from 0")
+        for name, allowed in (
+            ("mode", MODES),
+            ("exit_strategy", EXIT_STRATEGIES),
+            ("kv_cache_strategy", KV_CACHE_STRATEGIES),
+        ):
+            value = getattr(self, name)
+            _check(value in allowed, name, value, "one of " + ", ".join(allowed))
+        strange = [source for source in self.drafts if source not in DRAFT_SOURCES]
+        _check(not strange, "drafts", self.drafts, "any of " + ", ".join(DRAFT_SOURCES))
+        if self.mode == "lossless" and self.kv_cache_strategy != "deferred":
+            raise ConfigError(
+                f"mode='lossless' needs the exact K and V of kv_cache_strategy='deferred'; got "
+                f"{self.kv_cache_strategy!r}. Use mode='exit' with it, or leave it out."
+            )
+        if self.prefill_exit and self.kv_cache_strategy != "propagate":
+            raise ConfigError(
+                "prefill_exit=True lets prompt tokens stop for good, so it needs "
+                f"kv_cache_strategy='propagate'; got {self.kv_cache_strategy!r}."
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> TIDEConfig:
+        """Make a config from plain JSON; a key that is not a setting raises."""
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"TIDEConfig has no setting {key!r}.{hint} It has {known}.")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return {**asdict(self), "drafts": list(self.drafts)}
+
+    def with_(self, **changes: Any) -> TIDEConfig:
+        """A copy with some settings changed."""
+        return replace(self, **changes)
+
+
+def _check(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"TIDEConfig.{name} is {value!r}; it must be {allowed}.")

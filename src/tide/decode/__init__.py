@@ -1,0 +1,1 @@
+"""Decodes so that easy tokens stop early and guessed tokens go down together."""

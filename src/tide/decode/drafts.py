@@ -1,0 +1,181 @@
+"""Gives draft sources: small objects that guess the next tokens. Knows no model.
+
+Prompt lookup is due to Saxena, "Prompt Lookup Decoding", 2023; sources are tried in order, and the
+first that has a guess is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+class DraftSource(Protocol):
+    """Guesses the continuation of one row. Each row has its own, so it may remember."""
+
+    name: str
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Guess up to `limit` tokens that follow `tokens`; none if it has no idea."""
+        ...
+
+
+class ContextNGrams:
+    """Copies what followed the latest occurrence of the row's last n tokens, longest n first.
+
+    Keeps an index of the row's n-grams, so a guess costs the same at any length of the row.
+    """
+
+    name = "context"
+
+    def __init__(self, orders: Sequence[int] = (3, 2)) -> None:
+        self.orders = tuple(sorted(orders, reverse=True))
+        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token after it
+        self._indexed = 0
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """See `DraftSource.propose`."""
+        # The n-grams that end in the last token have no follower yet: they are what is looked up.
+        for end in range(max(self._indexed, 1), len(tokens)):
+            for n in self.orders:
+                if end >= n:
+                    self._follows[tuple(tokens[end - n : end])] = end
+        self._indexed = len(tokens)
+        for n in self.orders:
+            if len(tokens) >= n:
+                place = self._follows.get(tuple(tokens[len(tokens) - n :]))
+                if place is not None:
+                    return list(tokens[place : place + limit])
+        return []
+
+
+class ContinuationTable:
+    """Looks up the most frequent continuation of the last 3, 2, 1 tokens, token by token.
+
+    The table is a set of sorted arrays, made by calibration from the model's own answers:
+    `keys_n` holds the n-grams as numbers in base `vocabulary_size`, `next_n` the token after each.
+
+    Args:
+        tensors: `keys_n` int64 and `next_n` int32 of equal length for some n, and
+            `vocabulary_size`, one number.
+    """
+
+    name = "table"
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.base = int(tensors["vocabulary_size"])
+        orders = sorted((int(k[5:]) for k in tensors if k.startswith("keys_")), reverse=True)
+        self._levels = [
+            (n, tensors[f"keys_{n}"].numpy(), tensors[f"next_{n}"].numpy()) for n in orders
+        ]
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """See `DraftSource.propose`."""
+        recent = list(tokens[-max((n for n, _, _ in self._levels), default=1) :])
+        guessed: list[int] = []
+        while len(guessed) < limit and (token := self._next(recent)) is not None:
+            guessed.append(token)
+            recent = [*recent[1:], token]
+        return guessed
+
+    def _next(self, recent: Sequence[int]) -> int | None:
+        for n, keys, following in self._levels:
+            if len(recent) >= n:
+                key = 0
+                for token in recent[-n:]:
+                    key = key * self.base + token
+                place = int(np.searchsorted(keys, key))
+                if place < len(keys) and keys[place] == key:
+                    return int(following[place])
+        return None
+
+
+@dataclass
+class _Odds:
+    """A running share of successes; older outcomes fade."""
+
+    good: float = 1.0
+    tried: float = 2.0
+
+    def add(self, outcome: bool) -> None:
+        fade = 0.98
+        self.good, self.tried = self.good * fade + outcome, self.tried * fade + 1
+
+    @property
+    def share(self) -> float:
+        return self.good / self.tried
+
+
+@dataclass
+class DraftLength:
+    """Chooses how many tokens to guess, from what was accepted and what passes have cost.
+
+    Tokens come out at (1 + expected accepted) / cost of a pass of that many tokens. The length with
+    the best rate is used; it may be none. What is not used is tried again now and then: a guess,
+    so that drafting comes back when the text changes, and a pass without one, whose cost is what
+    all others are measured against.
+
+    Attributes:
+        limit: most tokens guessed at once.
+        retry: passes between tries of what is not used.
+    """
+
+    limit: int
+    retry: int = 24
+    _accepted: dict[tuple[str, int], _Odds] = field(default_factory=dict)
+    _seconds: dict[int, float] = field(default_factory=dict)  # tokens in a pass -> running cost
+    _since_try: dict[str, int] = field(default_factory=dict)
+    _since_plain: int = 0
+
+    def choose(self, source: str) -> int:
+        """How many tokens to take from `source` now."""
+        if 1 not in self._seconds or self._since_plain >= 4 * self.retry:
+            self._since_plain = 0
+            return 0
+        self._since_plain += 1
+        best, best_rate, expected, reach = 0, 1.0 / self._cost(1), 1.0, 1.0
+        for length in range(1, self.limit + 1):
+            reach *= self._odds(source, length).share
+            expected += reach
+            rate = expected / self._cost(1 + length)
+            if rate > best_rate:
+                best, best_rate = length, rate
+        if best:
+            self._since_try[source] = 0
+            return best
+        self._since_try[source] = self._since_try.get(source, 0) + 1
+        if self._since_try[source] >= self.retry:
+            self._since_try[source] = 0
+            return 1
+        return 0
+
+    def outcome(self, source: str, guessed: int, accepted: int) -> None:
+        """Record that of `guessed` tokens the first `accepted` were right."""
+        for place in range(1, min(accepted + 1, guessed) + 1):
+            self._odds(source, place).add(place <= accepted)
+
+    def cost(self, tokens: int, seconds: float) -> None:
+        """Record what a pass over `tokens` tokens of a row took."""
+        old = self._seconds.get(tokens)
+        # A slow outlier is the machine, not the pass: it moves the estimate less.
+        if old is None:
+            self._seconds[tokens] = seconds
+        else:
+            self._seconds[tokens] += 0.1 * (min(seconds, 2 * old) - old)
+
+    def _odds(self, source: str, place: int) -> _Odds:
+        return self._accepted.setdefault((source, place), _Odds())
+
+    def _cost(self, tokens: int) -> float:
+        """Cost of a pass: as measured at this length, else from the nearest lengths measured."""
+        below = max((t for t in self._seconds if t <= tokens), default=1)
+        above = min((t for t in self._seconds if t >= tokens), default=None)
+        if above is None:
+            # Beyond what was measured, assume that a longer pass costs a little more.
+            return self._seconds[below] * (1 + 0.02 * (tokens - below))
+        share = (tokens - below) / max(above - below, 1)
+        return (1 - share) * self._seconds[below] + share * self._seconds[above]

@@ -1,0 +1,424 @@
+"""Gives the loop: decode a batch so that easy tokens stop early and deep layers catch up later.
+
+One step: run the first segment on each row's newest tokens and ask at the checkpoint there. Where
+all rows are sure, the step is over. Where one is not, the next segment runs over all that waits
+before it, for every row, and so on to full depth, whose word is final.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tide.config import TIDEConfig
+from tide.decode.choose import Chooser
+from tide.decode.drafts import DraftLength, DraftSource
+from tide.decode.exits import Exits
+from tide.decode.ledges import Ledges
+from tide.decode.prefill import prefill
+from tide.decode.rows import Left, Row
+from tide.decode.waterline import Waterlines
+from tide.exits.policy import Decision, Place
+from tide.models.depth import DepthRunner
+from tide.stats import ExitStats
+
+
+class DepthDecoder:
+    """Decodes one batch.
+
+    Args:
+        runner: attached to the model.
+        exits: its exits; none in mode "off".
+        config: mode and limits.
+        rows: the batch, prompts only.
+        chooser: from logits to tokens.
+        sources: for each row, its draft sources in order.
+        lengths: how many tokens to guess; remembers between calls.
+        stats: counters to fill.
+        on_settled: called after each step, to stream.
+    """
+
+    def __init__(
+        self,
+        runner: DepthRunner,
+        exits: Exits,
+        config: TIDEConfig,
+        rows: Sequence[Row],
+        chooser: Chooser,
+        sources: Sequence[Sequence[DraftSource]],
+        lengths: DraftLength,
+        stats: ExitStats,
+        on_settled: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.runner, self.exits, self.config, self.chooser = runner, exits, config, chooser
+        self.lengths, self.stats, self.on_settled = lengths, stats, on_settled
+        self.lossless = config.mode == "lossless"
+        self.segments = exits.segments(runner.n_layers)
+        self.rows = list(rows)
+        self.sources = {row.index: list(s) for row, s in zip(rows, sources, strict=True)}
+        self.cache = runner.new_cache(len(rows))
+        self.waterlines = Waterlines(len(rows), len(self.segments), config.max_pending)
+        self.ledges = Ledges(len(rows), len(self.segments))
+
+    @property
+    def last(self) -> int:
+        """The deepest segment."""
+        return len(self.segments) - 1
+
+    def decode(self) -> None:
+        """Decode every row to its end."""
+        self.prefill()
+        while self.rows:
+            self.step()
+
+    def prefill(self) -> None:
+        """Run the prompts and settle each row's first token, at full depth."""
+        counts = [len(row.tokens) for row in self.rows]
+        ids, valid = self._columns([range(count) for count in counts], "left")
+        if self.config.prefill_exit:
+            valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid
+            numbers = [row.index for row in self.rows]
+            done = prefill(self.runner, self.exits, self.config, self.cache, ids, valid, numbers)
+            last = done.last[:, None]
+        else:
+            n = self.runner.n_layers
+            last = self.runner.run(ids, 0, n, cache=self.cache, valid=valid)[:, -1:]
+        for segment in range(len(self.segments)):
+            self.waterlines.advance(segment, counts)
+        self._settle_at_full_depth([range(count - 1, count) for count in counts], last)
+        self._end_step()
+
+    def step(self) -> None:
+        """Give every row at least one token, or a guess at one."""
+        began = time.perf_counter()
+        self._guess()
+        chunk = max(
+            len(row.tokens) - self.waterlines.passed[r][0] for r, row in enumerate(self.rows)
+        )
+        for segment in range(len(self.segments)):
+            spans, states = self._pass(segment)
+            if segment == self.last:
+                self._settle_at_full_depth(spans, states)
+                self.lengths.cost(chunk, time.perf_counter() - began)
+                break
+            self._put_on_ledge(segment, spans, states)
+            self._ask(segment)
+            if self.config.kv_cache_strategy != "deferred":
+                self._fill_above(segment)
+            if not any(self._goes_deeper(r, row) for r, row in enumerate(self.rows)):
+                break
+        self.stats.rounds += 1
+        self._end_step()
+
+    # ---- a step, part by part
+
+    def _guess(self) -> None:
+        """Let draft sources guess for every row that has no guesses."""
+        for r, row in enumerate(self.rows):
+            if row.guesses:
+                continue
+            room = min(
+                self.config.max_pending - self.waterlines.pending(r) - 1,
+                len(row.context) - row.padding - len(row.tokens) - 1,
+            )
+            for source in self.sources[row.index]:
+                limit = min(self.lengths.choose(source.name), room)
+                guesses = source.propose(row.tokens, limit) if limit > 0 else []
+                if guesses:
+                    for token in guesses:
+                        row.guess(token, source.name)
+                    break
+
+    def _pass(self, segment: int) -> tuple[list[range], Tensor]:
+        """Run a segment over everything that waits before it."""
+        spans = [
+            self.waterlines.ledge(r, segment, len(row.tokens)) for r, row in enumerate(self.rows)
+        ]
+        ids, valid = self._columns(spans, "right")
+        hidden = None
+        if segment:
+            hidden = _stack(
+                [self.ledges.take(r, segment, len(s)) if s else None for r, s in enumerate(spans)]
+            )
+        lo, hi = self.segments[segment]
+        states = self.runner.run(ids, lo, hi, cache=self.cache, hidden=hidden, valid=valid)
+        self.waterlines.advance(segment, [len(span) for span in spans])
+        return spans, states
+
+    def _put_on_ledge(self, segment: int, spans: list[range], states: Tensor) -> None:
+        for r, span in enumerate(spans):
+            if span:
+                self.ledges.put(r, segment + 1, states[r, : len(span)])
+
+    def _ask(self, segment: int) -> None:
+        """Ask at the checkpoint after `segment` for every token whose successor is open."""
+        at: list[tuple[int, int]] = []  # (row of the batch, position)
+        for r, row in enumerate(self.rows):
+            at += [(r, position) for position in self._open_positions(r, row, segment)]
+        if not at:
+            return
+        states = torch.stack([self._waiting(r, segment, position) for r, position in at])
+        places = [Place(self.rows[r].index, position) for r, position in at]
+        decision = self.exits.policy.decide(
+            segment, states, places, lambda chosen: self._read(segment, [at[k] for k in chosen])
+        )
+        if decision.leaves:
+            self._leave(segment, decision, [at[k] for k in decision.leaves])
+        for r, row in enumerate(self.rows):
+            if self.lossless:
+                self._guess_early(r, row)
+            else:
+                self._settle(r, row)
+
+    def _leave(self, segment: int, decision: Decision, at: Sequence[tuple[int, int]]) -> None:
+        """Note how tokens leave at the checkpoint after `segment`."""
+        assert decision.logits is not None
+        here = [(self.rows[r], position) for r, position in at]
+        narrow = not self.chooser.processors and not self.chooser.sample
+        logits = decision.logits if narrow else self.exits.readout.widen(decision.logits)
+        scores = self.chooser.scores(here, logits)
+        best = self.chooser.best(scores)
+        if narrow:
+            best = self.exits.readout.tokens(torch.tensor(best)).tolist()
+        p = self.chooser.probabilities(scores)
+        for k, (row, position) in enumerate(here):
+            row.left[position] = Left(
+                self.exits.checkpoints[segment].layer,
+                best[k],
+                None if p is None else p[k],
+                decision.scores[decision.leaves[k]],
+            )
+
+    def _open_positions(self, r: int, row: Row, segment: int) -> Iterable[int]:
+        """Positions at a checkpoint that have not left, and whose successor is not settled."""
+        if self.lossless:
+            # A guess is made on the newest token only, and not on top of a draft.
+            drafted = row.guesses > 0 and row.guessed_by != "exit"
+            if drafted or "exit" not in self.config.drafts or self.waterlines.full(r):
+                return ()
+            first = len(row.tokens) - 1
+        else:
+            first = row.settled - 1
+        reached = range(first, self.waterlines.passed[r][segment])
+        return [position for position in reached if position not in row.left]
+
+    def _guess_early(self, r: int, row: Row) -> None:
+        """Mode "lossless": what the exit head says is a guess, to be checked by a deep pass."""
+        left = row.left.pop(len(row.tokens) - 1, None)
+        if left is None or row.padding + len(row.tokens) >= len(row.context):
+            return
+        token = left.best
+        if left.probabilities is not None:
+            token = self.chooser.draw(left.probabilities, None, None)
+            row.drawn[len(row.tokens)] = left.probabilities
+        row.guess(token, "exit")
+
+    def _settle_at_full_depth(self, spans: list[range], states: Tensor) -> None:
+        """Settle what is open with the full model's word, and check what had left early."""
+        at = [
+            (r, position, k)
+            for r, span in enumerate(spans)
+            for k, position in enumerate(span)
+            if position >= self.rows[r].settled - 1 or position in self.rows[r].early
+        ]
+        if not at:
+            return
+        picked = torch.stack([states[r, k] for r, _, k in at])
+        here = [(self.rows[r], position) for r, position, _ in at]
+        scores = self.chooser.scores(here, self.runner.logits(picked))
+        best = self.chooser.best(scores)
+        p = self.chooser.probabilities(scores)
+        for r, row in enumerate(self.rows):
+            full = {position: k for k, (s, position, _) in enumerate(at) if s == r}
+            self._settle(
+                r, row, {i: (best[k], None if p is None else p[k]) for i, k in full.items()}
+            )
+            for position in [i for i in row.early if i in full]:
+                self.stats.audit(row.early.pop(position) != best[full[position]])
+
+    def _settle(
+        self, r: int, row: Row, full: Mapping[int, tuple[int, Tensor | None]] | None = None
+    ) -> None:
+        """Settle the tokens of a row in order, up to the first of which nothing final is known.
+
+        A token that left is settled by what its exit head said, however deep it has gone since: its
+        batch mates and guesses may have taken it along, and must not change what is said.
+
+        Args:
+            full: at each position that full depth has seen, its likeliest token and distribution.
+        """
+        full, more = full or {}, True
+        while more and not row.finished:
+            position = row.settled - 1
+            guess = row.tokens[row.settled] if row.guesses else None
+            left = row.left.pop(position, None)
+            if left is not None:
+                if self.config.kv_cache_strategy == "deferred":
+                    row.early[position] = left.best
+                token, p, depth = left.best, left.probabilities, left.layer + 1
+                self.stats.exit_at(left.layer)
+            elif position in full:
+                (token, p), depth = full[position], self.runner.n_layers
+                self.stats.full_depth()
+            else:
+                return
+            if p is not None:
+                token = self.chooser.draw(p, guess, row.drawn.get(row.settled))
+            more = token == guess
+            if not more:
+                self._fall_back(r, row, row.settled)
+                row.append(token)
+            row.settled += 1
+            row.accepted += more
+            row.depths.append(depth)
+            row.scores.append(float("nan") if left is None else left.score)
+            if self.chooser.ends(row):
+                row.finished = True
+                self._fall_back(r, row, row.settled)
+
+    def _fall_back(self, r: int, row: Row, length: int) -> None:
+        """Forget the guesses of a row, and all that was computed for them."""
+        row.truncate(length)
+        self.waterlines.fall_back(r, length)
+        for segment in range(1, len(self.segments)):
+            waiting = self.waterlines.ledge(r, segment, length)
+            self.ledges.cut(r, segment, len(waiting))
+
+    def _fill_above(self, segment: int) -> None:
+        """`propagate`, `zero_pad`: tokens that have left write K and V above, and are done."""
+        counts = []
+        for r, row in enumerate(self.rows):
+            done = min(self.waterlines.passed[r][segment], row.settled - 1)
+            counts.append(max(0, done - self.waterlines.passed[r][segment + 1]))
+        if not any(counts):
+            return
+        self._sync_cache()
+        spans = [
+            range(
+                self.waterlines.passed[r][segment + 1], self.waterlines.passed[r][segment + 1] + n
+            )
+            for r, n in enumerate(counts)
+        ]
+        ids, valid = self._columns(spans, "right")
+        states = _stack(
+            [self.ledges.take(r, segment + 1, n) if n else None for r, n in enumerate(counts)]
+        )
+        lo, hi = self.segments[segment][1], self.runner.n_layers
+        if self.config.kv_cache_strategy == "propagate":
+            self.runner.fill_kv(ids, lo, hi, cache=self.cache, hidden=states, valid=valid)
+        else:
+            self.cache.append_zeros(lo, hi, counts)
+        for above in range(segment + 1, len(self.segments)):
+            self.waterlines.advance(above, counts)
+
+    def _goes_deeper(self, r: int, row: Row) -> bool:
+        """Whether a row still has no successor to its newest token, or no room to wait."""
+        if row.finished:
+            return False
+        known = len(row.tokens) if self.lossless and row.guessed_by == "exit" else row.settled
+        return self.waterlines.passed[r][0] >= known or self.waterlines.full(r)
+
+    def _end_step(self) -> None:
+        """Bring the cache down to the waterlines, stream, and let finished rows go."""
+        self._sync_cache()
+        for row in self.rows:
+            if row.guessed_by and not row.guesses:
+                self.stats.drafts(row.guessed_by, row.guessed, row.accepted)
+                self.lengths.outcome(row.guessed_by, row.guessed, row.accepted)
+                row.guessed_by, row.guessed, row.accepted = None, 0, 0
+        self.on_settled()
+        finished = [r for r, row in enumerate(self.rows) if row.finished]
+        if not finished:
+            return
+        if self.config.audit_tail and any(self.rows[r].early for r in finished):
+            self._check_tail()
+        kept = [r for r, row in enumerate(self.rows) if not row.finished]
+        self.rows = [self.rows[r] for r in kept]
+        self.waterlines.keep(kept)
+        self.ledges.keep(kept)
+        if kept:
+            self.cache.keep(kept)
+
+    def _check_tail(self) -> None:
+        """Send all that waits to full depth, so that no early token stays unchecked."""
+        for segment in range(1, len(self.segments)):
+            spans, states = self._pass(segment)
+            if segment < self.last:
+                self._put_on_ledge(segment, spans, states)
+        self._settle_at_full_depth(spans, states)
+
+    def _sync_cache(self) -> None:
+        known = [passed[0] for passed in self.waterlines.passed]
+        if any(self.cache.lengths(0)[r] > k for r, k in enumerate(known)):
+            self.cache.fall_back(known)
+
+    # ---- tensors
+
+    def _columns(self, spans: Sequence[range], side: str) -> tuple[Tensor, Tensor | None]:
+        """Token ids of spans of the rows, `[rows, longest]`, and what of it is not padding."""
+        width = max(len(span) for span in spans)
+        ids, valid = [], []
+        for row, span in zip(self.rows, spans, strict=True):
+            tokens, fill = row.tokens[span.start : span.stop], width - len(span)
+            pad, mask = [0] * fill, [False] * fill
+            here = [True] * len(tokens)
+            ids.append(pad + tokens if side == "left" else tokens + pad)
+            valid.append(mask + here if side == "left" else here + mask)
+        device = self.runner.input_device
+        ragged = any(len(span) != width for span in spans)
+        return (
+            torch.tensor(ids, device=device),
+            torch.tensor(valid, device=device) if ragged else None,
+        )
+
+    def _waiting(self, r: int, segment: int, position: int) -> Tensor:
+        """The state of a token at the checkpoint after `segment`, `[hidden]`."""
+        states = self.ledges.look(r, segment + 1)
+        return states[position - self.waterlines.passed[r][segment + 1]]
+
+    def _read(self, segment: int, at: Sequence[tuple[int, int]]) -> Tensor:
+        """Logits of the exit head at a checkpoint for some tokens, `[n, v]`."""
+        head = self.exits.checkpoints[segment].head
+        states = head.lift(torch.stack([self._waiting(r, segment, p) for r, p in at]))
+        if head.tail_layers:
+            states = self._finish_by_tail(head.tail_layers, at, states)
+        return self.exits.readout(states)
+
+    def _finish_by_tail(self, layers: int, at: Sequence[tuple[int, int]], states: Tensor) -> Tensor:
+        """Run only the last layers on some tokens; the deep pass overwrites their K and V."""
+        by_row: list[list[int]] = [[] for _ in self.rows]  # indices into `at`
+        for k, (r, _) in enumerate(at):
+            by_row[r].append(k)
+        width = max(map(len, by_row))
+        shape = (len(self.rows), width)
+        ids = torch.zeros(shape, dtype=torch.long, device=self.runner.input_device)
+        valid = torch.zeros(shape, dtype=torch.bool, device=ids.device)
+        positions = torch.zeros_like(ids)
+        hidden = states.new_zeros(*shape, states.shape[-1])
+        for r, ks in enumerate(by_row):
+            for column, k in enumerate(ks):
+                position = at[k][1]
+                ids[r, column] = self.rows[r].tokens[position]
+                positions[r, column], valid[r, column] = position, True
+                hidden[r, column] = states[k]
+        n = self.runner.n_layers
+        out = self.runner.run(
+            ids, n - layers, n, cache=self.cache, hidden=hidden, valid=valid,
+            positions=positions, provisional=True,
+        )  # fmt: skip
+        return torch.stack([out[r, by_row[r].index(k)] for k, (r, _) in enumerate(at)])
+
+
+def _stack(states: Sequence[Tensor | None]) -> Tensor:
+    """Ragged states as `[rows, longest, hidden]`, zeros behind."""
+    longest = max((s for s in states if s is not None), key=len)
+    if all(s is not None and len(s) == len(longest) for s in states):
+        return torch.stack([s for s in states if s is not None])
+    out = longest.new_zeros(len(states), *longest.shape)
+    for r, s in enumerate(states):
+        if s is not None:
+            out[r, : len(s)] = s
+    return out

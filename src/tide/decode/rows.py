@@ -1,0 +1,93 @@
+"""Gives the rows of a batch being decoded: their tokens, settled and guessed. No model inside."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass
+class Left:
+    """How a token left early.
+
+    Attributes:
+        layer: after which layer.
+        best: what the exit head thought likeliest after it.
+        probabilities: what to draw from, `[vocabulary]`; None where nothing is drawn.
+        score: the confidence with which it left.
+    """
+
+    layer: int
+    best: int
+    probabilities: Tensor | None
+    score: float
+
+
+@dataclass
+class Row:
+    """One row.
+
+    Attributes:
+        index: its place in the batch as given.
+        context: its tokens as `generate` sees them, left padding included, `[room]`.
+        padding: how many of those are padding.
+        tokens: its tokens; the first `settled` are final, the rest are guesses.
+        prompt: how many of them were given.
+        depths: layers that each settled new token needed.
+        scores: confidence with which each left; NaN at full depth.
+        guessed_by: who made the guesses that are open, or were settled in this step.
+        guessed: how many there were.
+        accepted: how many of them were right so far.
+        drawn: distribution that a guess was drawn from, by the guess's position.
+        left: how tokens left early, by position; of those on top of guesses, if these prove right.
+        early: what the exit head said at a position, until full depth has said its word.
+        finished: no more tokens.
+    """
+
+    index: int
+    context: Tensor
+    padding: int
+    tokens: list[int]
+    prompt: int
+    settled: int
+    depths: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    guessed_by: str | None = None
+    guessed: int = 0
+    accepted: int = 0
+    drawn: dict[int, Tensor] = field(default_factory=dict)
+    left: dict[int, Left] = field(default_factory=dict)
+    early: dict[int, int] = field(default_factory=dict)
+    finished: bool = False
+
+    @property
+    def guesses(self) -> int:
+        """Tokens that are not settled."""
+        return len(self.tokens) - self.settled
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Settled tokens after the prompt."""
+        return self.tokens[self.prompt : self.settled]
+
+    def seen_at(self, position: int) -> Tensor:
+        """Everything up to the token at `position`, as `generate` sees it, `[1, length]`."""
+        return self.context[None, : self.padding + position + 1]
+
+    def guess(self, token: int, source: str) -> None:
+        """Add a guessed token."""
+        self.guessed_by = source
+        self.guessed += 1
+        self.append(token)
+
+    def append(self, token: int) -> None:
+        """Add a token."""
+        self.context[self.padding + len(self.tokens)] = token
+        self.tokens.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Forget the guesses from the `length`-th token on."""
+        del self.tokens[length:]
+        self.drawn = {at: q for at, q in self.drawn.items() if at < length}
+        self.left = {at: left for at, left in self.left.items() if at < length}

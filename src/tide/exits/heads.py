@@ -1,0 +1,80 @@
+"""Gives exit heads: from the state in which a token leaves to logits. Knows no cache, no loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tide.models.depth import scale_logits
+
+
+class Readout:
+    """The model's own final norm and head, over all tokens or over a list of them.
+
+    Args:
+        norm, head: the model's own modules.
+        config: the model's text config, for families that scale their logits.
+        vocabulary: ids of the tokens to read, `[v]`; the head then costs only those rows.
+    """
+
+    def __init__(
+        self, norm: nn.Module, head: nn.Module, config: Any, vocabulary: Tensor | None = None
+    ) -> None:
+        self.norm, self.head, self.config = norm, head, config
+        self.size: int = config.vocab_size
+        self.vocabulary = vocabulary
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        if vocabulary is not None:
+            weight: Any = head.weight
+            self.vocabulary = vocabulary = vocabulary.to(weight.device)
+            self._weight = weight.detach()[vocabulary].contiguous()
+            bias: Any = getattr(head, "bias", None)
+            self._bias = None if bias is None else bias.detach()[vocabulary]
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits over the vocabulary read, `[..., hidden]` to `[..., v]`."""
+        states = self.norm(hidden)
+        if self._weight is None:
+            logits = self.head(states)
+        else:
+            logits = nn.functional.linear(states, self._weight, self._bias)
+        return scale_logits(self.config, logits)
+
+    def tokens(self, index: Tensor) -> Tensor:
+        """Token ids of indices into the logits."""
+        return index if self.vocabulary is None else self.vocabulary[index]
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """Logits over all tokens; those not read get -inf. `[n, v]` to `[n, vocabulary]`."""
+        if self.vocabulary is None:
+            return logits
+        wide = logits.new_full((len(logits), self.size), -torch.inf)
+        wide[:, self.vocabulary] = logits
+        return wide
+
+
+class ExitHead(nn.Module):
+    """What happens to a state between a checkpoint and the readout.
+
+    Args:
+        strategy: "identity" (nothing, as published), "affine" (a residual affine map) or "tail"
+            (a residual affine map, then the model's own last layers, skipping the middle).
+        hidden_size: size of the state.
+        tail_layers: for "tail", how many of the last layers finish the token.
+    """
+
+    def __init__(self, strategy: str, hidden_size: int, tail_layers: int = 0) -> None:
+        super().__init__()
+        self.strategy, self.tail_layers = strategy, tail_layers
+        self.affine: nn.Linear | None = None
+        if strategy != "identity":
+            self.affine = nn.Linear(hidden_size, hidden_size)
+            nn.init.zeros_(self.affine.weight)
+            nn.init.zeros_(self.affine.bias)
+
+    def lift(self, hidden: Tensor) -> Tensor:
+        """The state to be read, or to be finished by the tail. `[..., hidden]`."""
+        return hidden if self.affine is None else hidden + self.affine(hidden)

@@ -1,0 +1,155 @@
+"""Artifacts come back as they were saved, and anything else is refused without running it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tide.calibration.table import build_table
+from tide.config import TIDEConfig
+from tide.engine import TIDE
+from tide.errors import ArtifactError, ConfigError
+from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.heads import ExitHead
+from tide.exits.policy import Gate
+from tide.exits.routers import TokenRouter
+from tide.models.fingerprint import fingerprint
+from tide.models.locate import locate
+from tiny import tiny_model
+
+FORMS = ["router", "router.safetensors", "router.pt"]
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def made(model: Any) -> Artifact:
+    torch.manual_seed(0)
+    head = ExitHead("affine", 32)
+    torch.nn.init.normal_(head.affine.weight)  # type: ignore[union-attr]
+    return Artifact(
+        fingerprint(model, locate(model)),
+        32,
+        [
+            Checkpoint(1, head, TokenRouter(32, 8), Gate(router=0.7, top_probability=0.9)),
+            Checkpoint(3, ExitHead("identity", 32), TokenRouter(32, 4, ("margin",))),
+        ],
+        TIDEConfig(exit_threshold=0.7, drafts=("table",)),
+        torch.arange(40),
+        build_table([[1, 2, 3, 4, 1, 2, 3, 5]], 97),
+        {"made": "by a test"},
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_comes_back_as_it_was_saved(form: str, made: Artifact, tmp_path: Path) -> None:
+    back = Artifact.load(made.save(tmp_path / form))
+    assert back._header() == made._header()
+    before, after = made._tensors(), back._tensors()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_engine_uses_it(form: str, model: Any, made: Artifact, tmp_path: Path) -> None:
+    ids = torch.randint(3, 97, (1, 6))
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    tide = TIDE(model, made.save(tmp_path / form))
+    assert tide.config.mode == "lossless"
+    out = tide.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert torch.equal(out, expected)
+
+
+def test_another_models_artifact_is_refused(made: Artifact, tmp_path: Path) -> None:
+    other = tiny_model("llama", seed=1)
+    path = made.save(tmp_path / "router")
+    with pytest.raises(ArtifactError, match=r"another model: head, layers differ.*allow_mismatch"):
+        TIDE(other, path)
+    TIDE(other, path, allow_mismatch=True)
+
+
+def test_a_missing_artifact_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"no artifact at .*nowhere.*tide calibrate"):
+        Artifact.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("form", ["router.safetensors", "router.pt"])
+def test_a_truncated_file_is_refused(form: str, made: Artifact, tmp_path: Path) -> None:
+    path = made.save(tmp_path / form)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ArtifactError, match=r"cannot be read.*tide calibrate"):
+        Artifact.load(path)
+
+
+def test_unknown_keys_and_tensors_are_refused(made: Artifact, tmp_path: Path) -> None:
+    path = made.save(tmp_path / "router")
+    header = json.loads((path / "tide.json").read_text())
+    for change, words in (
+        ({**header, "surprise": 1}, "unknown keys.*surprise"),
+        ({k: v for k, v in header.items() if k != "record"}, "lacks.*record"),
+        ({**header, "schema": 99}, "schema 99 is not 1"),
+        ({**header, "config": {"exit_treshold": 1}}, "Did you mean 'exit_threshold'"),
+    ):
+        (path / "tide.json").write_text(json.dumps(change))
+        with pytest.raises(ArtifactError, match=words):
+            Artifact.load(path)
+    (path / "tide.json").write_text(json.dumps(header))
+    tensors = load_file(path / "tide.safetensors")
+    save_file({**tensors, "surprise": torch.ones(1)}, path / "tide.safetensors")
+    with pytest.raises(ArtifactError, match=r"unknown tensors.*surprise"):
+        Artifact.load(path)
+    tensors.pop("checkpoints.0.router.up.weight")
+    save_file(tensors, path / "tide.safetensors")
+    with pytest.raises(ArtifactError, match=r"up\.weight|Missing key"):
+        Artifact.load(path)
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(__file__).parent / "exploded",))
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
+    trace = Path(__file__).parent / "exploded"
+    for form, write in (
+        ("plain.pt", lambda p: p.write_bytes(pickle.dumps(Bomb()))),
+        ("torch.pt", lambda p: torch.save({"header": Bomb(), "tensors": {}}, p)),
+    ):
+        path = tmp_path / form
+        write(path)
+        with pytest.raises(ArtifactError, match="holds code, which is never run"):
+            Artifact.load(path)
+        assert not trace.exists()
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="mode is 'loss'; it must be one of lossless, exit, off"):
+        TIDEConfig(mode="loss")
+    with pytest.raises(ConfigError, match="min_layers is -1; it must be a whole number from 0"):
+        TIDEConfig(min_layers=-1)
+    with pytest.raises(ConfigError, match=r"compaction_threshold is 1.5; it must be between"):
+        TIDEConfig(compaction_threshold=1.5)
+    with pytest.raises(ConfigError, match="needs the exact K and V"):
+        TIDEConfig(mode="lossless", kv_cache_strategy="propagate")
+    with pytest.raises(ConfigError, match="prefill_exit=True"):
+        TIDEConfig(prefill_exit=True)
+    config = TIDEConfig(exit_threshold=0.5, drafts=("context",))
+    assert TIDEConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    published = {
+        "exit_threshold": 0.85, "min_layers": 8, "checkpoint_interval": 4,
+        "calibration_samples": 2000, "calibration_dataset": "wikitext",
+        "convergence_threshold": 0.98, "router_bottleneck_dim": 128, "exit_strategy": "identity",
+        "kv_cache_strategy": "zero_pad", "compaction_threshold": 0.25,
+    }  # fmt: skip
+    made, default = TIDEConfig(**published), TIDEConfig()
+    changed = [name for name in published if getattr(made, name) != getattr(default, name)]
+    assert changed == ["exit_strategy", "kv_cache_strategy"]

@@ -1,0 +1,257 @@
+"""The engine takes what `generate` takes, refuses the rest by name, and stays usable."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from test_generate import GREEDY, artifact, engine, prompts
+from tide.config import TIDEConfig
+from tide.engine import TIDE
+from tide.errors import ConfigError, UnsupportedGenerationError
+from tide.exits.policy import ScriptedPolicy
+from tiny import tiny_model
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.pieces.append(value.reshape(-1).tolist())
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class Ban(LogitsProcessor):
+    """Forbids the token that is likeliest, for some rows by their number in the batch."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for row in range(0, len(scores), 2):
+            scores[row, scores[row].argmax()] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize("mode", ["off", "lossless"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_streamer_and_processors_see_what_generate_shows_them(mode: str, rows: int) -> None:
+    model = tiny_model("llama")
+    options = {**GREEDY, "eos_token_id": None, "logits_processor": LogitsProcessorList([Ban()])}
+    plain, ours = Recorder(), Recorder()
+    expected = model.generate(**prompts(rows), **options, streamer=plain)
+    tide = engine(model, mode, "random")
+    assert torch.equal(tide.generate(**prompts(rows), **options, streamer=ours), expected)
+    assert ours.pieces == plain.pieces
+    assert ours.ended
+
+
+@pytest.mark.parametrize("mode", ["off", "lossless", "exit"])
+def test_rows_end_on_their_own_and_leave_the_batch(mode: str) -> None:
+    model = tiny_model("llama")
+    options = {**GREEDY, "max_new_tokens": 40}
+    free = model.generate(**prompts(4), **options, eos_token_id=None)[:, 9:]
+    # Two end tokens, chosen so that rows end at different lengths.
+    eos = [int(free[1, 5]), int(free[2, 11])]
+    expected = model.generate(**prompts(4), **options, eos_token_id=eos)
+    tide = engine(model, mode, "never", drafts=("context",))
+    assert torch.equal(tide.generate(**prompts(4), **options, eos_token_id=eos), expected)
+    lengths = [len(depths) for depths in tide.last_stats.depths]
+    assert len(set(lengths)) > 1
+    assert tide.runner.counts.tokens[0] < 4 * (9 + max(lengths))
+
+
+@pytest.mark.real
+@pytest.mark.xdist_group("smollm2")
+def test_stop_strings(smollm2_path: Any) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(smollm2_path)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
+    ids = tokenizer("One, two, three, four, five,", return_tensors="pt").input_ids
+    options = {**GREEDY, "stop_strings": ["seven", " eight"], "tokenizer": tokenizer}
+    expected = model.generate(ids, **options)
+    assert 10 < expected.shape[1] < 10 + 24
+    for mode in ("off", "lossless"):
+        tide = TIDE(model, config=TIDEConfig(mode=mode), check=False)
+        assert torch.equal(tide.generate(ids, **options), expected)
+        in_config = GenerationConfig(**{k: v for k, v in options.items() if k != "tokenizer"})
+        out = tide.generate(ids, generation_config=in_config, tokenizer=tokenizer)
+        assert torch.equal(out, expected)
+    with pytest.raises(UnsupportedGenerationError, match="tokenizer"):
+        tide.generate(ids, stop_strings=["seven"])
+
+
+def test_generation_config_and_dict_output() -> None:
+    model = tiny_model("llama")
+    config = GenerationConfig(max_new_tokens=7, do_sample=False, pad_token_id=0, eos_token_id=None)
+    expected = model.generate(**prompts(2), generation_config=config)
+    out = engine(model, "lossless").generate(
+        **prompts(2), generation_config=config, return_dict_in_generate=True
+    )
+    assert isinstance(out, GenerateDecoderOnlyOutput)
+    assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "beam_search"),
+        ({"assistant_model": object()}, "assistant_model"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+        ({"past_key_values": object()}, "past_key_values"),
+        ({"custom_generate": "a/b"}, "custom_generate"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+    ],
+)
+def test_what_is_not_decoded_by_depth_is_refused_by_name(options: Any, words: str) -> None:
+    tide = engine(tiny_model("llama"), "lossless")
+    with pytest.raises(UnsupportedGenerationError, match=words):
+        tide.generate(**prompts(1), **GREEDY, **options)
+
+
+def test_right_padding_is_refused() -> None:
+    batch = {k: v.flip(1) for k, v in prompts(2).items()}
+    with pytest.raises(UnsupportedGenerationError, match="padding_side = 'left'"):
+        engine(tiny_model("llama"), "lossless").generate(**batch, **GREEDY)
+
+
+def test_an_interruption_leaves_engine_and_model_usable() -> None:
+    model = tiny_model("llama")
+    expected = model.generate(**prompts(4), **GREEDY)
+
+    class Interrupt(BaseStreamer):
+        left = 5
+
+        def put(self, value: torch.Tensor) -> None:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    class Fail(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] > 14:
+                raise RuntimeError("in a processor")
+            return scores
+
+    tide = engine(model, "lossless", "always")
+    with pytest.raises(KeyboardInterrupt):
+        tide.generate(**prompts(4), **GREEDY, streamer=Interrupt())
+    with pytest.raises(RuntimeError, match="in a processor"):
+        tide.generate(**prompts(4), **GREEDY, logits_processor=LogitsProcessorList([Fail()]))
+    assert type(model.model.layers) is torch.nn.ModuleList
+    assert torch.equal(model.generate(**prompts(4), **GREEDY), expected)
+    assert torch.equal(tide.generate(**prompts(4), **GREEDY), expected)
+
+
+def test_two_threads_share_one_engine() -> None:
+    model = tiny_model("llama")
+    tide = engine(model, "lossless", "random")
+    batches = [prompts(rows) for rows in (1, 4)]
+    expected = [model.generate(**batch, **GREEDY) for batch in batches]
+    wrong: list[int] = []
+
+    def work(k: int) -> None:
+        for _ in range(6):
+            if not torch.equal(tide.generate(**batches[k], **GREEDY), expected[k]):
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_memory_stays_flat_over_a_thousand_calls() -> None:
+    tide = engine(tiny_model("llama"), "lossless", "random")
+    process = psutil.Process()
+
+    def calls(count: int) -> int:
+        for k in range(count):
+            tide.generate(**prompts(1 + k % 4), **{**GREEDY, "max_new_tokens": 2 + k % 5})
+        gc.collect()
+        return process.memory_info().rss
+
+    calls(150)
+    warm = calls(50)
+    assert calls(800) - warm < 20e6
+
+
+@torch.no_grad()
+def test_calling_the_engine_gives_logits_with_per_token_exit() -> None:
+    model = tiny_model("llama")
+    batch = prompts(3)
+    off = engine(model, "off")
+    assert torch.equal(off(**batch), model(**batch).logits)
+
+    never = engine(model, "exit", "never")
+    valid = batch["attention_mask"].bool()
+    assert torch.allclose(never(**batch)[valid], model(**batch).logits[valid], atol=1e-5)
+
+    some = engine(model, "exit", "random")
+    logits = some(**batch)
+    stats = some.last_stats
+    assert 0 < stats.exited_tokens < stats.total_tokens == int(valid.sum())
+    assert stats.tokens_run < 6 * stats.total_tokens  # computed less, not only read earlier
+    assert logits.shape == (3, 9, 97)
+    assert not torch.allclose(logits[valid], model(**batch).logits[valid], atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prefill_exit_saves_work_and_keeps_the_last_token_deep(rows: int) -> None:
+    model = tiny_model("llama")
+    options = {**GREEDY, "max_new_tokens": 1, "eos_token_id": None}
+
+    def run(policy: str, compaction_threshold: float) -> TIDE:
+        config = {
+            "prefill_exit": True,
+            "kv_cache_strategy": "propagate",
+            "compaction_threshold": compaction_threshold,
+        }
+        tide = engine(model, "exit", policy, **config)
+        tide.generate(**prompts(rows), **options)
+        return tide
+
+    tokens = int(prompts(rows)["attention_mask"].sum())
+    always = run("always", 0.25).runner.counts
+    assert always.tokens == [tokens] * 2 + [rows] * 4
+    assert always.fills == [0, 0] + [tokens - rows] * 4
+    assert run("always", 1.0).runner.counts.tokens == [tokens] * 6  # never more than all
+    never = run("never", 0.25)
+    assert never.runner.counts.tokens == [tokens] * 6
+    expected = model.generate(**prompts(rows), **options)
+    assert torch.equal(never.generate(**prompts(rows), **options), expected)
+
+
+def test_checkpoints_that_make_no_sense_are_refused() -> None:
+    model = tiny_model("llama")
+    late = artifact()
+    late.checkpoints[1].layer = 5
+    with pytest.raises(ConfigError, match="before the last of 6 layers"):
+        TIDE(model, late, TIDEConfig(min_layers=0), allow_mismatch=True, check=False)
+    tail = artifact(strategy="tail", tail_layers=4)
+    with pytest.raises(ConfigError, match="which lie above every checkpoint"):
+        TIDE(model, tail, TIDEConfig(min_layers=0), allow_mismatch=True, check=False)
+    # min_layers leaves out the checkpoints before it.
+    tide = TIDE(
+        model, artifact(), TIDEConfig(min_layers=4, drafts=()), allow_mismatch=True, check=False,
+        policy=ScriptedPolicy(lambda place, checkpoint: True),
+    )  # fmt: skip
+    tide.generate(**prompts(1), **GREEDY)
+    assert set(tide.last_stats.exits_per_layer) == {3}

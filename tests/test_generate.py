@@ -1,0 +1,101 @@
+"""`off` and `lossless` give exactly what `model.generate` gives, whatever the exits do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tide.config import TIDEConfig
+from tide.engine import TIDE
+from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.heads import ExitHead
+from tide.exits.policy import Place, ScriptedPolicy
+from tide.models.fingerprint import Fingerprint
+from tiny import FAMILIES, VOCABULARY, tiny_model
+
+NEW = 24
+
+
+class WrongHead(ExitHead):
+    """An exit head that never says what the model would: it turns the state around."""
+
+    def lift(self, hidden: Tensor) -> Tensor:
+        return -hidden
+
+
+def artifact(
+    head: type[ExitHead] = ExitHead, strategy: str = "identity", **kwargs: Any
+) -> Artifact:
+    """Exits after layers 1 and 3 of a tiny model."""
+    checkpoints = [Checkpoint(layer, head(strategy, 32, **kwargs)) for layer in (1, 3)]
+    return Artifact(Fingerprint("", "", ""), 32, checkpoints)
+
+
+def scattered(place: Place, checkpoint: int) -> bool:
+    return (place.row * 7 + place.position * 5 + checkpoint * 3) % 4 < 2
+
+
+POLICIES: dict[str, tuple[Any, type[ExitHead]]] = {
+    "always": (lambda place, checkpoint: True, ExitHead),
+    "never": (lambda place, checkpoint: False, ExitHead),
+    "random": (scattered, ExitHead),
+    "adversarial": (lambda place, checkpoint: True, WrongHead),
+}
+
+
+def engine(model: Any, mode: str, policy: str = "random", **config: Any) -> TIDE:
+    script, head = POLICIES[policy]
+    return TIDE(
+        model,
+        artifact(head),
+        TIDEConfig(mode=mode, min_layers=0, **config),
+        policy=ScriptedPolicy(script),
+        allow_mismatch=True,
+        check=False,
+    )
+
+
+def prompts(rows: int) -> dict[str, Tensor]:
+    """A left-padded batch."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.randint(3, VOCABULARY, (rows, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : 2 * row] = 0
+        ids[row, : 2 * row] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"eos_token_id": None},
+    "processors": {"repetition_penalty": 1.3, "min_new_tokens": 6, "eos_token_id": [5, 40]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_off_and_lossless_equal_generate(family: str, rows: int, options: str) -> None:
+    model = tiny_model(family)
+    kwargs = {**prompts(rows), **GREEDY, **OPTIONS[options]}
+    expected = model.generate(**kwargs)
+    assert torch.equal(engine(model, "off").generate(**kwargs), expected)
+    for policy in POLICIES:
+        tide = engine(model, "lossless", policy, max_pending=4)
+        assert torch.equal(tide.generate(**kwargs), expected), policy
+
+
+@pytest.mark.parametrize("drafts", [(), ("context",), ("exit",), ("context", "exit")])
+def test_lossless_with_any_draft_sources(drafts: tuple[str, ...]) -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 60}
+    expected = model.generate(**kwargs)
+    tide = engine(model, "lossless", "always", drafts=drafts)
+    assert torch.equal(tide.generate(**kwargs), expected)
+    assert set(tide.last_stats.drafted) <= set(drafts)
+    if drafts:
+        assert sum(tide.last_stats.accepted.values()) > 0
