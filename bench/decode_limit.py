@@ -1,7 +1,9 @@
 """Measures `off` and scripted exits against bare `generate`, and against what is possible.
 
     python bench/decode_limit.py $(python scripts/smollm2.py) \\
-        --out bench/results/decode_limit.json
+        --out bench/results/decode_limit_smollm2.json
+    python bench/decode_limit.py random-llama-2048x16 --new 16 --repeats 3 \\
+        --out bench/results/decode_limit_random.json
 
 The limit is what the bare run itself costs per layer, per head and per step, applied to the passes
 that the profile needs: a layer call over n tokens costs what a bare layer call over n tokens costs,
@@ -12,7 +14,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import defaultdict
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,20 +25,23 @@ from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import ExitHead
-from tide.exits.policy import ScriptedPolicy
+from tide.exits.policy import Place, ScriptedPolicy
 from tide.models.fingerprint import Fingerprint
+
+RANDOM = "random-llama-2048x16"
 
 
 @contextmanager
-def timed(modules: list[Any], seconds: list[float]) -> Any:
-    """Add up the time inside some modules of a model."""
+def timed(modules: list[Any], calls: list[float], tokens: int | None = None) -> Any:
+    """Note the time of each call of some modules; only of passes over `tokens` tokens if given."""
     began = [0.0]
 
     def before(*_: Any) -> None:
         began[0] = time.perf_counter()
 
-    def after(*_: Any) -> None:
-        seconds[0] += time.perf_counter() - began[0]
+    def after(module: Any, inputs: Any, output: Any) -> None:
+        if tokens is None or inputs[0].shape[1] == tokens:
+            calls.append(time.perf_counter() - began[0])
 
     handles = [m.register_forward_pre_hook(before) for m in modules]
     handles += [m.register_forward_hook(after) for m in modules]
@@ -49,23 +53,24 @@ def timed(modules: list[Any], seconds: list[float]) -> Any:
 
 
 @torch.no_grad()
-def bare_costs(model: Any, parts: Any, rows: int, context: int, sizes: list[int]) -> dict[int, Any]:
-    """Median seconds of one bare layer call and of the head, by tokens per row in the pass."""
+def by_size(model: Any, parts: Any, rows: int, context: int, sizes: list[int]) -> dict[int, Any]:
+    """What a bare layer and the head cost over n tokens per row, relative to one token."""
     ids = torch.randint(0, model.config.vocab_size, (rows, context + max(sizes)))
-    layer: dict[int, list[float]] = defaultdict(list)
-    head: dict[int, list[float]] = defaultdict(list)
     cache = DynamicCache(config=model.config)
     model(ids[:, :context], past_key_values=cache, logits_to_keep=1)
-    for _ in range(12):
+    layer: dict[int, list[float]] = {size: [] for size in sizes}
+    head: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(10):
         for size in sizes:
-            in_layers, in_head = [0.0], [0.0]
-            with timed(list(parts.layers), in_layers), timed([parts.head], in_head):
+            with timed(list(parts.layers), layer[size]), timed([parts.head], head[size]):
                 model(ids[:, context : context + size], past_key_values=cache)
             cache.crop(-size)
-            layer[size].append(in_layers[0] / len(parts.layers))
-            head[size].append(in_head[0])
     return {
-        s: {"layer": statistics.median(layer[s]), "head": statistics.median(head[s])} for s in sizes
+        size: {
+            "layer": statistics.median(layer[size]) / statistics.median(layer[1]),
+            "head": statistics.median(head[size]) / statistics.median(head[1]),
+        }
+        for size in sizes
     }
 
 
@@ -83,19 +88,35 @@ def engine(model: Any, mode: str, share: float, rows: int) -> TIDE:
     )
 
 
+def needed_passes(
+    script: Any, rows: int, prompt: int, new: int, half: int, n: int, cap: int
+) -> list[tuple[int, int, int]]:
+    """(lo, hi, tokens per row) of each pass that a profile needs: the mechanism, without the loop.
+
+    Every token passes the first half. Where a row stays, or the ledge is full, all that waits
+    passes the second half together.
+    """
+    passes, waiting = [], 0
+    for position in range(prompt, prompt + new - 1):
+        passes.append((0, half, 1))
+        waiting += 1
+        stays = not all(script(Place(row, position), 0) for row in range(rows))
+        if stays or waiting == cap:
+            passes.append((half, n, waiting))
+            waiting = 0
+    return passes
+
+
 def limit(
-    tide: TIDE, passes: list[tuple[int, int, int]], costs: dict[int, Any], per_step: float
-) -> float:
-    """Seconds that the decode passes of a run must take at the bare run's own rates."""
-    n = tide.runner.n_layers
-    seconds = 0.0
+    passes: list[tuple[int, int, int]], n: int, bare: dict[str, float], sizes: dict[int, Any],
+    exits: int, steps: int,
+) -> float:  # fmt: skip
+    """Seconds that passes must take at the bare run's own rates; one head per token said."""
+    seconds = steps * bare["step"]
     for lo, hi, size in passes:
-        at = costs[size]
-        seconds += (hi - lo) * at["layer"]
-        if hi == n:
-            seconds += at["head"]
-    exits = sum(tide.last_stats.exits_per_layer.values()) / len(tide.last_stats.depths)
-    return seconds + exits * costs[1]["head"] + per_step * (tide.last_stats.rounds)
+        seconds += (hi - lo) * bare["layer"] * sizes[size]["layer"]
+        seconds += bare["head"] if hi == n else 0.0
+    return seconds + exits * bare["head"]
 
 
 def measure(model: Any, rows: int, new: int, prompt: int, repeats: int, title: str) -> Any:
@@ -109,7 +130,15 @@ def measure(model: Any, rows: int, new: int, prompt: int, repeats: int, title: s
     shares = (0.3, 0.6, 0.9)
     engines = {"off": engine(model, "off", 0.0, rows)}
     engines |= {f"exit {share:.0%}": engine(model, "exit", share, rows) for share in shares}
-    sides: dict[str, Any] = {"bare": lambda: model.generate(ids, **kwargs)}
+    parts, n = engines["off"].runner.parts, model.config.num_hidden_layers
+    in_layers: list[float] = []
+    in_head: list[float] = []
+
+    def watched() -> None:
+        with timed(list(parts.layers), in_layers, 1), timed([parts.head], in_head):
+            model.generate(ids, **kwargs)
+
+    sides: dict[str, Any] = {"bare": lambda: model.generate(ids, **kwargs), "watched": watched}
     for name, tide in engines.items():
         sides[name] = lambda tide=tide: tide.generate(ids, **kwargs)
     sides["prefill"] = lambda: model.generate(ids, **{**kwargs, "max_new_tokens": 1})
@@ -117,18 +146,22 @@ def measure(model: Any, rows: int, new: int, prompt: int, repeats: int, title: s
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     # Decoding alone: every side pays the same prefill.
     decode = {name: m - medians["prefill"] for name, m in medians.items() if name != "prefill"}
+    costs = {"layer": statistics.median(in_layers), "head": statistics.median(in_head)}
+    costs["step"] = max(0.0, decode["bare"] / (new - 1) - n * costs["layer"] - costs["head"])
 
-    some = engines["off"]
-    passes: dict[str, list[tuple[int, int, int]]] = {}
-    for name, tide in engines.items():
-        passes[name] = record_passes(tide, lambda tide=tide: tide.generate(ids, **kwargs))
+    passes = {"off": [(0, n, 1)] * (new - 1)}
+    for share in shares:
+        script = ScriptedPolicy.share(share).script
+        passes[f"exit {share:.0%}"] = needed_passes(
+            script, rows, prompt, new, n // 2, n, TIDEConfig().max_pending
+        )
     sizes = sorted({size for ps in passes.values() for _, _, size in ps} | {1})
-    costs = bare_costs(model, some.runner.parts, rows, prompt + new // 2, sizes)
-    n = some.runner.n_layers
-    per_step = decode["bare"] / (new - 1) - n * costs[1]["layer"] - costs[1]["head"]
+    relative = by_size(model, parts, rows, prompt + new // 2, sizes)
     out = []
     for name, tide in engines.items():
-        least = limit(tide, passes[name], costs, per_step)
+        depths = tide.last_stats.depths
+        exits = sum(any(d[t] < n for d in depths) for t in range(new))
+        least = limit(passes[name], n, costs, relative, exits, new - 1)
         speedup, possible = decode["bare"] / decode[name], decode["bare"] / least
         out.append(
             {
@@ -137,6 +170,7 @@ def measure(model: Any, rows: int, new: int, prompt: int, repeats: int, title: s
                 "limit": round(possible, 3),
                 "reached": round(speedup / possible, 3),
                 "layer_calls": tide.last_stats.layers_run,
+                "layer_calls_needed": n + sum(hi - lo for lo, hi, _ in passes[name]),
                 "layer_calls_full": tide.last_stats.layers_full,
                 **quantiles(seconds[name]),
             }
@@ -145,29 +179,13 @@ def measure(model: Any, rows: int, new: int, prompt: int, repeats: int, title: s
     return {
         "rows": rows,
         "bare": quantiles(seconds["bare"]),
-        "per_step_overhead_ms": round(1e3 * per_step, 3),
-        "bare_costs_ms": {
-            s: {part: round(1e3 * value, 4) for part, value in c.items()} for s, c in costs.items()
+        "bare_cost_ms": {part: round(1e3 * value, 3) for part, value in costs.items()},
+        "cost_relative_to_one_token": {
+            size: {part: round(value, 2) for part, value in at.items()}
+            for size, at in relative.items()
         },
         "profiles": out,
     }
-
-
-def record_passes(tide: TIDE, run: Any) -> list[tuple[int, int, int]]:
-    """(lo, hi, tokens per row) of every decode pass of a run; the prefill is left out."""
-    passes = []
-    whole = tide.runner.run
-
-    def spy(input_ids: Any, lo: int, hi: int, **kwargs: Any) -> Any:
-        passes.append((lo, hi, input_ids.shape[1]))
-        return whole(input_ids, lo, hi, **kwargs)
-
-    tide.runner.run = spy  # type: ignore[method-assign]
-    try:
-        run()
-    finally:
-        del tide.runner.run
-    return passes[1:]
 
 
 def random_llama(dtype: torch.dtype) -> Any:
@@ -187,21 +205,19 @@ def main() -> None:
     options.add_argument("--new", type=int, default=64, help="tokens generated")
     options.add_argument("--prompt", type=int, default=64)
     options.add_argument("--repeats", type=int, default=5)
-    options.add_argument("--no-random", action="store_true", help="leave out the random llama")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     results = []
-    for name in (args.model, None) if not args.no_random else (args.model,):
-        for dtype in args.dtype:
-            kind = getattr(torch, dtype)
-            if name is None:
-                model, label = random_llama(kind), "random llama 2048 x 16"
-            else:
-                model, label = AutoModelForCausalLM.from_pretrained(name, dtype=kind), "given model"
-            for rows in args.rows:
-                title = f"{label}, {dtype}, {rows} rows"
-                row = measure(model, rows, args.new, args.prompt, args.repeats, title)
-                results.append({"model": label, "dtype": dtype, **row})
+    for dtype in args.dtype:
+        kind = getattr(torch, dtype)
+        if args.model == RANDOM:
+            model = random_llama(kind)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(args.model, dtype=kind)
+        for rows in args.rows:
+            title = f"{dtype}, {rows} rows"
+            row = measure(model, rows, args.new, args.prompt, args.repeats, title)
+            results.append({"dtype": dtype, **row})
     report(
         "decode speed of off and of scripted exits at half depth, against bare generate",
         args,

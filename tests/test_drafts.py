@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tide.calibration.table import build_table
-from tide.decode.drafts import ContextNGrams, ContinuationTable, DraftLength
+from tide.decode.drafts import ContextNGrams, ContinuationTable, DraftLength, Trial
 from tide.exits.policy import Gate, GatePolicy, Place
 from tide.exits.routers import TokenRouter
 from tide.stats import ExitStats
@@ -94,6 +94,23 @@ def test_passes_that_cost_by_the_token_are_kept_short() -> None:
     steep = {q: float(q) for q in range(1, 12)}
     lengths = drive(DraftLength(10), steep, 0.5, 300)[100:]
     assert lengths.count(0) > 0.9 * len(lengths)
+
+
+def test_a_trial_finds_the_better_side_and_keeps_looking() -> None:
+    trial = Trial(retry=10)
+    rates = {True: 5.0, False: 8.0}
+
+    def rounds(count: int) -> list[bool]:
+        used = []
+        for _ in range(count):
+            used.append(trial.choose())
+            trial.outcome(used[-1], 10, 10 / rates[used[-1]])
+        return used
+
+    first = rounds(100)[20:]
+    assert 0 < first.count(True) <= 8  # now and then, to see whether it has changed
+    rates[True] = 20.0
+    assert rounds(1000)[-100:].count(True) >= 90
 
 
 def test_the_two_stage_gate_asks_the_head_only_where_the_router_lets_pass() -> None:

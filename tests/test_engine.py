@@ -9,15 +9,22 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from test_generate import GREEDY, artifact, engine, prompts
+from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.engine import TIDE
-from tide.errors import ConfigError, UnsupportedGenerationError
-from tide.exits.policy import ScriptedPolicy
+from tide.errors import ArtifactError, ConfigError, UnsupportedGenerationError
+from tide.exits.policy import Gate, GatePolicy, ScriptedPolicy
 from tiny import tiny_model
 
 
@@ -108,6 +115,9 @@ def test_generation_config_and_dict_output() -> None:
     [
         ({"num_beams": 2}, "beam_search"),
         ({"assistant_model": object()}, "assistant_model"),
+        ({"position_ids": [1]}, "position_ids"),
+        ({"cache_implementation": "static"}, "cache_implementation"),
+        ({"token_healing": True}, "token_healing"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"past_key_values": object()}, "past_key_values"),
         ({"custom_generate": "a/b"}, "custom_generate"),
@@ -119,6 +129,177 @@ def test_what_is_not_decoded_by_depth_is_refused_by_name(options: Any, words: st
     tide = engine(tiny_model("llama"), "lossless")
     with pytest.raises(UnsupportedGenerationError, match=words):
         tide.generate(**prompts(1), **GREEDY, **options)
+
+
+def test_criteria_see_the_whole_batch() -> None:
+    class Limits(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            return torch.tensor([input_ids.shape[1] >= n for n in (12, 14, 16, 18)])
+
+    model = tiny_model("llama")
+    options = {
+        **GREEDY,
+        "eos_token_id": [96],
+        "stopping_criteria": StoppingCriteriaList([Limits()]),
+    }
+    expected = model.generate(**prompts(4), **options)
+    tide = engine(model, "lossless", "random", fixed_drafts=True)
+    assert torch.equal(tide.generate(**prompts(4), **options), expected)
+    assert [len(depths) for depths in tide.last_stats.depths] == [3, 5, 7, 9]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_prefix_function_is_asked_only_for_what_was_said(rows: int) -> None:
+    model = tiny_model("llama")
+    prompt = prompts(rows)
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        new = ids[9:].tolist()
+        assert all(token % 7 == row for token in new), (row, new)
+        return [token for token in range(97) if token % 7 == row]
+
+    options = {**prompt, **GREEDY, "eos_token_id": None, "prefix_allowed_tokens_fn": allowed}
+    expected = model.generate(**options)
+    tide = engine(model, "lossless", "always", fixed_drafts=True)
+    assert torch.equal(tide.generate(**options), expected)
+
+
+def test_a_token_whose_vocabulary_is_ruled_out_does_not_leave() -> None:
+    model = tiny_model("llama")
+    exits = artifact()
+    exits.vocabulary = torch.arange(3, 40)
+    options = {**prompts(2), **GREEDY, "eos_token_id": None, "suppress_tokens": list(range(40))}
+    for mode in ("lossless", "exit"):
+        tide = TIDE(
+            model, exits, TIDEConfig(mode=mode, min_layers=0), allow_mismatch=True, check=False,
+            policy=ScriptedPolicy(lambda place, checkpoint: True),
+        )  # fmt: skip
+        assert torch.equal(tide.generate(**options), model.generate(**options))
+        assert tide.last_stats.exited_tokens == 0
+
+
+def test_a_reduced_vocabulary_says_its_own_tokens() -> None:
+    """Its exit says the likeliest of its tokens, as the whole head would with the others barred."""
+    model = tiny_model("llama")
+    outputs = []
+    for vocabulary in (torch.tensor([50, 60, 7, 80]), None):
+        exits = artifact()
+        exits.vocabulary = vocabulary
+        barred = [t for t in range(97) if t not in (50, 60, 7, 80)]
+        for extra in ({}, {"suppress_tokens": barred}):
+            if vocabulary is None and not extra:
+                continue
+            tide = TIDE(
+                model, exits, TIDEConfig(min_layers=0, drafts=(), max_pending=100),
+                policy=ScriptedPolicy(lambda place, checkpoint: True), allow_mismatch=True,
+                check=False,
+            )  # fmt: skip
+            first = {"forced_bos_token_id": None, **prompts(1), **GREEDY, "eos_token_id": None}
+            outputs.append(tide.generate(**first, **extra)[0, 10:].tolist())
+    # The first new token is the full model's and differs when it is barred; the rest is compared
+    # between the two runs that bar.
+    assert outputs[1] == outputs[2]
+    assert set(outputs[0]) <= {50, 60, 7, 80}
+
+
+def test_a_table_is_used_and_an_affine_head_is_asked() -> None:
+    model = tiny_model("llama")
+    options = {**prompts(1), **GREEDY, "eos_token_id": None}
+    said = model.generate(**options)[0].tolist()
+    exits = artifact(strategy="affine")
+    exits.table = build_table([said], 97)
+    config = TIDEConfig(mode="lossless", min_layers=0, drafts=("table",), fixed_drafts=True)
+    tide = TIDE(model, exits, config, allow_mismatch=True, check=False)
+    assert tide.generate(**options)[0].tolist() == said
+    assert tide.last_stats.accepted["table"] > 15
+
+    def says(fill: float) -> list[int]:
+        made = artifact(strategy="affine")
+        for checkpoint in made.checkpoints:
+            checkpoint.head.affine.bias.data.fill_(fill)  # type: ignore[union-attr]
+        early = TIDE(
+            model, made, TIDEConfig(min_layers=0, drafts=()), allow_mismatch=True, check=False,
+            policy=ScriptedPolicy(lambda place, checkpoint: True),
+        )  # fmt: skip
+        return early.generate(**options)[0].tolist()
+
+    assert says(0.0) != says(3.0)
+
+
+def test_thresholds_come_from_the_settings_or_from_calibration() -> None:
+    model = tiny_model("llama")
+    exits = artifact()
+    for checkpoint in exits.checkpoints:
+        checkpoint.gate = Gate(top_probability=0.0)
+
+    def rate(**config: Any) -> float:
+        tide = TIDE(
+            model, exits, TIDEConfig(min_layers=0, drafts=(), **config), allow_mismatch=True,
+            check=False,
+        )  # fmt: skip
+        tide.generate(**prompts(1), **GREEDY, eos_token_id=None)
+        return tide.last_stats.exit_rate
+
+    assert rate(exit_threshold=None) == 23 / 24  # calibrated: all but the first
+    assert rate(exit_threshold=2.0) == 0
+    assert 0 < rate(exit_threshold=0.05) < 23 / 24
+    with pytest.raises(ConfigError, match="needs an exit"):
+        TIDE(model, exits, TIDEConfig(), allow_mismatch=True, check=False)
+    with pytest.raises(ValueError, match="no router"):
+        GatePolicy([None], [Gate(router=0.5)])
+    exits.hidden_size = 64
+    with pytest.raises(ArtifactError, match="hidden size 64; the model has 32"):
+        TIDE(model, exits, allow_mismatch=True, check=False)
+
+
+def test_positions_that_change_meaning_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=20)
+    options = {**prompts(1), **GREEDY}
+    with pytest.raises(UnsupportedGenerationError, match="beyond 20 tokens"):
+        engine(model, "lossless").generate(**options)
+    short = {**options, "max_new_tokens": 11}
+    tide = engine(model, "lossless", fixed_drafts=True)
+    assert torch.equal(tide.generate(**short), model.generate(**short))
+
+
+def test_the_last_place_is_not_guessed_beyond() -> None:
+    model = tiny_model("gpt2", n_positions=32)
+    options = {**prompts(1), "max_length": 33, "do_sample": False, "pad_token_id": 0}
+    options |= {"eos_token_id": None}
+    tide = engine(model, "lossless", "always", fixed_drafts=True)
+    assert torch.equal(tide.generate(**options), model.generate(**options))
+
+
+def test_one_artifact_serves_engines_of_different_dtypes() -> None:
+    exits = artifact(strategy="affine")
+    options = {**prompts(1), **GREEDY, "eos_token_id": None}
+    kinds = (torch.float32, torch.bfloat16)
+    engines = [
+        TIDE(
+            tiny_model("llama", dtype=dtype), exits, TIDEConfig(min_layers=0), check=False,
+            policy=ScriptedPolicy(lambda place, checkpoint: True), allow_mismatch=True,
+        )
+        for dtype in kinds
+    ]  # fmt: skip
+    for tide in engines:
+        tide.generate(**options)
+
+
+def test_a_streamer_may_use_the_engine() -> None:
+    model = tiny_model("llama")
+    tide = engine(model, "lossless")
+    inner: list[Any] = []
+
+    class Nested(Recorder):
+        def put(self, value: torch.Tensor) -> None:
+            if len(inner) < 2:
+                inner.append(None)
+                inner[-1] = tide.generate(**prompts(1), **GREEDY)
+
+    out = tide.generate(**prompts(4), **GREEDY, streamer=Nested())
+    assert torch.equal(out, model.generate(**prompts(4), **GREEDY))
+    assert torch.equal(inner[0], model.generate(**prompts(1), **GREEDY))
 
 
 def test_right_padding_is_refused() -> None:

@@ -155,6 +155,17 @@ def test_a_tail_over_all_layers_above_the_checkpoint_is_the_full_model(family: s
         assert tide.last_stats.differed == 0 < tide.last_stats.audited
 
 
+def test_zero_pad_is_not_propagate() -> None:
+    model = tiny_model("llama")
+    options = {**prompts(1), **GREEDY, "eos_token_id": None}
+    outputs = [
+        engine(model, "exit", "random", drafts=(), kv_cache_strategy=kv).generate(**options)
+        for kv in ("deferred", "propagate", "zero_pad")
+    ]
+    assert not torch.equal(outputs[1], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
 def test_drafts_in_exit_mode_do_not_change_what_is_said() -> None:
     model = tiny_model("llama")
     kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 60, "eos_token_id": None}
@@ -167,7 +178,9 @@ def test_drafts_in_exit_mode_do_not_change_what_is_said() -> None:
 
 def test_wrong_heads_are_wrong() -> None:
     """The adversarial policy of other tests is only as good as this."""
-    tide = engine(tiny_model("llama"), "lossless", "adversarial", drafts=("exit",))
+    tide = engine(
+        tiny_model("llama"), "lossless", "adversarial", drafts=("exit",), fixed_drafts=True
+    )
     tide.generate(**prompts(1), **GREEDY, eos_token_id=None)
     assert isinstance(tide.artifact.checkpoints[0].head, WrongHead)
     assert tide.last_stats.drafted["exit"] > 10

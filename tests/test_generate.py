@@ -14,7 +14,7 @@ from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import ExitHead
 from tide.exits.policy import Place, ScriptedPolicy
 from tide.models.fingerprint import Fingerprint
-from tiny import FAMILIES, VOCABULARY, tiny_model
+from tiny import FAMILIES, VOCABULARY, tiny_model, tiny_tokenizer
 
 NEW = 24
 
@@ -73,6 +73,7 @@ GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"eos_token_id": None},
     "processors": {"repetition_penalty": 1.3, "min_new_tokens": 6, "eos_token_id": [5, 40]},
+    "stop strings": {"repetition_penalty": 1.3, "eos_token_id": None},
 }
 
 
@@ -83,10 +84,18 @@ def test_off_and_lossless_equal_generate(family: str, rows: int, options: str) -
     model = tiny_model(family)
     kwargs = {**prompts(rows), **GREEDY, **OPTIONS[options]}
     expected = model.generate(**kwargs)
+    if options == "stop strings":
+        tokenizer = tiny_tokenizer()
+        # Two tokens from the middle of the last row: it ends there, the others when they may.
+        stop = tokenizer.decode(expected[-1, -12:-10])
+        kwargs |= {"stop_strings": [stop], "tokenizer": tokenizer, "eos_token_id": [96]}
+        expected = model.generate(**kwargs)
+        assert rows > 1 or expected.shape[1] < 9 + NEW
     assert torch.equal(engine(model, "off").generate(**kwargs), expected)
     for policy in POLICIES:
-        tide = engine(model, "lossless", policy, max_pending=4)
-        assert torch.equal(tide.generate(**kwargs), expected), policy
+        for fixed in (True, False):
+            tide = engine(model, "lossless", policy, max_pending=4, fixed_drafts=fixed)
+            assert torch.equal(tide.generate(**kwargs), expected), policy
 
 
 @pytest.mark.parametrize("drafts", [(), ("context",), ("exit",), ("context", "exit")])
@@ -94,7 +103,7 @@ def test_lossless_with_any_draft_sources(drafts: tuple[str, ...]) -> None:
     model = tiny_model("llama")
     kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 60}
     expected = model.generate(**kwargs)
-    tide = engine(model, "lossless", "always", drafts=drafts)
+    tide = engine(model, "lossless", "always", drafts=drafts, fixed_drafts=True)
     assert torch.equal(tide.generate(**kwargs), expected)
     assert set(tide.last_stats.drafted) <= set(drafts)
     if drafts:

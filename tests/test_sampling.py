@@ -8,9 +8,10 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from test_generate import engine as by_script
+from test_generate import prompts
 from tide.config import TIDEConfig
-from tide.decode import choose
-from tide.decode.accept import accept
+from tide.decode.choose import Chooser
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import ExitHead
@@ -33,7 +34,7 @@ def engine(of: Any, drafts: tuple[str, ...] = ("exit",)) -> TIDE:
     return TIDE(
         of,
         exits,
-        TIDEConfig(mode="lossless", min_layers=0, drafts=drafts, max_pending=3),
+        TIDEConfig(mode="lossless", min_layers=0, drafts=drafts, max_pending=3, fixed_drafts=True),
         policy=ScriptedPolicy(lambda place, checkpoint: place.position != 4),
         allow_mismatch=True,
         check=False,
@@ -88,31 +89,42 @@ def test_lossless_sampling_has_the_full_models_distribution(options: dict[str, A
 
 
 def test_the_test_fails_when_acceptance_is_greedy(monkeypatch: Any) -> None:
-    def greedy(p: torch.Tensor, guess: int | None, q: torch.Tensor | None) -> int:
-        return guess if guess is not None else accept(p, guess, q)
+    pick = Chooser.pick
 
-    monkeypatch.setattr(choose, "accept", greedy)
+    def takes_any_guess(self: Chooser, at: Any, scores: torch.Tensor) -> list[int]:
+        said = pick(self, at, scores)
+        following = [row.tokens[i + 1 : i + 2] for row, i in at]
+        return [guess[0] if guess else token for guess, token in zip(following, said, strict=True)]
+
+    monkeypatch.setattr(Chooser, "pick", takes_any_guess)
     of = model()
     assert p_value(of, engine(of)) < 1e-6
 
 
-def test_the_test_fails_when_the_rest_is_drawn_from_p(monkeypatch: Any) -> None:
-    def sloppy(p: torch.Tensor, guess: int | None, q: torch.Tensor | None) -> int:
-        if guess is not None and q is not None and torch.rand(()) * q[guess] < p[guess]:
-            return guess
-        return int(torch.multinomial(p, 1))
-
-    monkeypatch.setattr(choose, "accept", sloppy)
-    of = model()
-    assert p_value(of, engine(of)) < 1e-6
-
-
-def test_off_draws_what_generate_draws() -> None:
+@pytest.mark.parametrize("mode", ["off", "lossless"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_with_a_seed_it_draws_what_generate_draws(mode: str, rows: int) -> None:
+    """Whatever was guessed, by exit heads and by drafts, and run after run."""
     of = tiny_model("llama")
-    prompt = torch.tensor([[3, 7, 4]])
-    options = {"max_new_tokens": 20, "do_sample": True, "top_k": 20, "pad_token_id": 0}
+    options = {"max_new_tokens": 30, "do_sample": True, "top_k": 12, "eos_token_id": [5, 40]}
+    options |= {"pad_token_id": 0, "temperature": 1.3, **prompts(rows)}
     torch.manual_seed(3)
-    expected = of.generate(prompt, **options)
-    torch.manual_seed(3)
-    tide = TIDE(of, config=TIDEConfig(mode="off"), check=False)
-    assert torch.equal(tide.generate(prompt, **options), expected)
+    expected = of.generate(**options)
+    for fixed in (True, False, False):
+        tide = by_script(of, mode, "random", fixed_drafts=fixed)
+        torch.manual_seed(3)
+        assert torch.equal(tide.generate(**options), expected)
+
+
+@pytest.mark.parametrize("drafts", [(), ("context",)])
+def test_early_exit_draws_the_same_run_after_run(drafts: tuple[str, ...]) -> None:
+    of = tiny_model("llama")
+    options = {"max_new_tokens": 30, "do_sample": True, "top_k": 12, "eos_token_id": None}
+    options |= {"pad_token_id": 0, **prompts(4)}
+    outputs = []
+    for some in ((), drafts, drafts):
+        tide = by_script(of, "exit", "random", drafts=some, audit_tail=True)
+        torch.manual_seed(3)
+        outputs.append(tide.generate(**options))
+        assert tide.last_stats.audited == tide.last_stats.exited_tokens > 20
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[1], outputs[2])

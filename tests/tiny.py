@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 97
 LAYERS = 6
@@ -39,6 +41,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_layer": LAYERS,
         "n_head": 4,
         "n_positions": 128,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     "gpt_neox": {**_ROPE, "num_key_value_heads": 4},
     "phi": {**_ROPE, "partial_rotary_factor": 0.5},
@@ -80,6 +85,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 6,
     },
 }
+
+
+def tiny_tokenizer() -> Any:
+    """A tokenizer for the tiny models: every token is one character."""
+    characters = [chr(33 + i) for i in range(94)] + list("äöü")
+    vocabulary = {character: i for i, character in enumerate(characters[:VOCABULARY])}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="!"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="!")
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

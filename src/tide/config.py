@@ -24,12 +24,14 @@ class TIDEConfig:
     `kv_cache_strategy` was "zero_pad".
 
     Attributes:
-        exit_threshold: confidence at a checkpoint from which a token leaves there.
+        exit_threshold: confidence at a checkpoint from which a token leaves there, in mode "exit";
+            None for the thresholds that calibration chose.
         min_layers: no token leaves before it has passed this many layers.
         checkpoint_interval: a checkpoint every so many layers.
         calibration_samples: texts used by calibration.
         calibration_dataset: Hugging Face data set that they are taken from.
-        convergence_threshold: cosine similarity that counts as converged (`label="cosine"`).
+        convergence_threshold: cosine similarity that counts as converged, for calibration with
+            `label="cosine"`.
         router_bottleneck_dim: hidden size of a router.
         exit_strategy: what turns a middle state into a token: "affine", "identity" or "tail".
         kv_cache_strategy: K and V of skipped layers: "deferred" (exact, computed later),
@@ -40,11 +42,12 @@ class TIDEConfig:
         max_pending: most tokens that may wait for a deep pass.
         drafts: sources of guessed tokens, tried in this order.
         max_draft: most tokens that are guessed at once.
+        fixed_drafts: always guess as many, whether it pays or not; for tests and experiments.
         prefill_exit: let prompt tokens leave early too.
         audit_tail: when a row ends, run a last deep pass so that every early token was checked.
     """
 
-    exit_threshold: float = 0.85
+    exit_threshold: float | None = 0.85
     min_layers: int = 8
     checkpoint_interval: int = 4
     calibration_samples: int = 2000
@@ -55,16 +58,18 @@ class TIDEConfig:
     kv_cache_strategy: str = "deferred"
     compaction_threshold: float = 0.25
     mode: str = "exit"
-    max_pending: int = 8
+    max_pending: int = 16
     drafts: tuple[str, ...] = DRAFT_SOURCES
     max_draft: int = 10
+    fixed_drafts: bool = False
     prefill_exit: bool = False
     audit_tail: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafts", tuple(self.drafts))
         # A threshold above 1 is allowed: it turns exits off and leaves all else on.
-        _check(self.exit_threshold >= 0, "exit_threshold", self.exit_threshold, "at least 0")
+        threshold = self.exit_threshold
+        _check(threshold is None or threshold >= 0, "exit_threshold", threshold, "at least 0")
         for name in ("convergence_threshold", "compaction_threshold"):
             value = getattr(self, name)
             _check(0 <= value <= 1, name, value, "between 0 and 1")

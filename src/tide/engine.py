@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from tide.config import TIDEConfig
 from tide.decode.choose import Chooser
-from tide.decode.drafts import ContextNGrams, ContinuationTable, DraftLength, DraftSource
+from tide.decode.drafts import ContextNGrams, ContinuationTable, DraftLength, DraftSource, Trial
 from tide.decode.exits import Exits
 from tide.decode.loop import DepthDecoder
 from tide.decode.prefill import prefill
 from tide.decode.rows import Row
-from tide.errors import ConfigError, UnsupportedGenerationError
+from tide.errors import ArtifactError, ConfigError, UnsupportedGenerationError
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import Readout
 from tide.exits.policy import Gate, GatePolicy, Policy
@@ -26,6 +33,17 @@ from tide.models.attach import attach
 from tide.models.fingerprint import fingerprint
 from tide.stats import ExitStats
 
+# Options of `generate` that decoding by depth does not take, and why.
+_REFUSED = {
+    "assistant_model": "TIDE guesses and checks by itself",
+    "prompt_lookup_num_tokens": "TIDE guesses and checks by itself",
+    "past_key_values": "TIDE keeps rows at different depths in a cache of its own",
+    "cache_implementation": "TIDE keeps rows at different depths in a cache of its own",
+    "custom_generate": "it is itself a custom_generate",
+    "position_ids": "a token's position is its place in its row",
+    "token_healing": "it would generate a second time",
+    "synced_gpus": "rows leave the batch when they end",
+}
 _PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -72,13 +90,24 @@ class TIDE:
             loaded = isinstance(router_path, Artifact)
             self.artifact = router_path if loaded else Artifact.load(router_path)  # type: ignore
             self.artifact.require(fingerprint(model, parts), force=allow_mismatch)
+            if self.artifact.hidden_size != self.runner.config.hidden_size:
+                raise ArtifactError(
+                    f"This artifact is for hidden size {self.artifact.hidden_size}; the model has "
+                    f"{self.runner.config.hidden_size}. Calibrate this model with `tide calibrate`."
+                )
         self._exits = self._make_exits(policy)
         self._table = ContinuationTable(self.artifact.table) if self.artifact.table else None
-        self._lengths = DraftLength(self.config.max_draft)
+        self._lengths = DraftLength(self.config.max_draft, self.config.fixed_drafts)
+        self._exit_trial = Trial()
         self._lock = threading.RLock()
         self.last_stats = ExitStats(self.runner.n_layers)
 
-    def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Generate as `model.generate` does, and with all that it takes.
 
         Greedy and sampling, logits processors, stopping criteria and strings, streamers,
@@ -88,16 +117,14 @@ class TIDE:
         Raises:
             UnsupportedGenerationError: naming what was asked for and what to do instead.
         """
-        for name in ("assistant_model", "prompt_lookup_num_tokens", "past_key_values"):
-            if kwargs.get(name) is not None:
+        for name, why in _REFUSED.items():
+            if kwargs.get(name):
                 raise UnsupportedGenerationError(
-                    f"engine.generate does not take {name}: TIDE drafts, verifies and caches by "
-                    "itself. Leave it out, or call model.generate."
+                    f"engine.generate does not take {name}: {why}. Leave it out, or call "
+                    "model.generate."
                 )
-        if kwargs.get("custom_generate") is not None:
-            raise UnsupportedGenerationError(
-                "engine.generate is itself a custom_generate. Call model.generate for another one."
-            )
+        if generation_config is not None:
+            kwargs["generation_config"] = generation_config
         streamer = kwargs.get("streamer")
         # A callable decoding loop is handed neither the streamer nor the tokenizer.
         kwargs = self._with_stop_strings(kwargs)
@@ -119,6 +146,7 @@ class TIDE:
         stats = ExitStats(self.runner.n_layers)
         with self._lock, self.runner:
             if self.config.mode != "exit":
+                self.last_stats = stats
                 with torch.no_grad():
                     return self.model(input_ids, attention_mask=attention_mask).logits
             if any(checkpoint.head.tail_layers for checkpoint in self._exits.checkpoints):
@@ -163,10 +191,26 @@ class TIDE:
     ) -> Any:
         """The decode loop that `model.generate` calls with everything prepared."""
         _refuse_modes(generation_config, model_kwargs)
+        limit = self.runner.position_limit
+        if limit is not None and generation_config.max_length > limit:
+            raise UnsupportedGenerationError(
+                f"max_length is {generation_config.max_length}, but this model's rotary positions "
+                f"change meaning beyond {limit} tokens (rope type longrope or dynamic), which K "
+                "and V computed before do not follow. Generate fewer tokens, or use model.generate."
+            )
         mask = model_kwargs.get("attention_mask")
-        rows = _rows(input_ids, mask, generation_config.max_length)
+        contexts = torch.zeros(len(input_ids), generation_config.max_length, dtype=torch.long)
+        rows = _rows(input_ids, mask, contexts)
         chooser = Chooser(
-            rows, logits_processor, stopping_criteria, sample=bool(generation_config.do_sample)
+            contexts,
+            input_ids.device,
+            logits_processor,
+            stopping_criteria,
+            sample=bool(generation_config.do_sample),
+        )
+        # A prefix function knows only what may be said, not what was guessed.
+        may_guess = not any(
+            isinstance(p, PrefixConstrainedLogitsProcessor) for p in logits_processor
         )
         stats = ExitStats(self.runner.n_layers)
         self.runner.counts.reset()
@@ -175,11 +219,12 @@ class TIDE:
             decoder = DepthDecoder(
                 self.runner,
                 self._exits,
-                self.config,
+                self.config if may_guess else self.config.with_(drafts=()),
                 rows,
                 chooser,
-                [self._sources() for _ in rows],
+                [self._sources() if may_guess else [] for _ in rows],
                 self._lengths,
+                self._exit_trial,
                 stats,
                 output.stream,
             )
@@ -193,10 +238,15 @@ class TIDE:
         """Draft sources of one row, in order.
 
         None where tokens stop for good: a token on top of a guess could not, before it is known
-        whether the guess is right.
+        whether the guess is right. None where tokens that leave finish through a tail.
         """
         deferred = self.config.kv_cache_strategy == "deferred"
+        # A tail reads the K and V that the tails of the tokens before it have written.
+        tails = any(checkpoint.head.tail_layers for checkpoint in self._exits.checkpoints)
+        exit_mode = self.config.mode == "exit"
         if self.config.mode == "off" or not self.config.max_draft or not deferred:
+            return []
+        if exit_mode and tails:
             return []
         made: dict[str, DraftSource | None] = {"context": ContextNGrams(), "table": self._table}
         return [source for name in self.config.drafts if (source := made.get(name)) is not None]
@@ -205,15 +255,18 @@ class TIDE:
         parts, depth = self.runner.parts, self.runner.n_layers
         checkpoints: list[Checkpoint] = []
         if self.config.mode != "off":
+            # Copies: the caller's artifact may serve another engine, on another device.
             checkpoints = [
-                c for c in self.artifact.checkpoints if c.layer + 1 >= self.config.min_layers
+                copy.deepcopy(checkpoint)
+                for checkpoint in self.artifact.checkpoints
+                if checkpoint.layer + 1 >= self.config.min_layers
             ]
-        _check_checkpoints(checkpoints, depth)
-        parameter = next(parts.norm.parameters())
+        _check_checkpoints(checkpoints, depth, self.config)
+        device = self.runner.input_device
         for checkpoint in checkpoints:
-            checkpoint.head.to(parameter.device, parameter.dtype)
+            checkpoint.head.to(device, self.model.dtype)
             if checkpoint.router is not None:
-                checkpoint.router.to(parameter.device)
+                checkpoint.router.to(device)
         readout = Readout(parts.norm, parts.head, self.runner.config, self.artifact.vocabulary)
         if policy is None:
             gates = [self._gate(checkpoint) for checkpoint in checkpoints]
@@ -221,13 +274,19 @@ class TIDE:
         return Exits(checkpoints, readout, policy)
 
     def _gate(self, checkpoint: Checkpoint) -> Gate:
-        """The thresholds of the artifact; where it has none, `exit_threshold` for the router."""
-        gate = checkpoint.gate
-        if gate.router is not None or gate.top_probability is not None:
+        """The calibrated thresholds; in mode "exit", `exit_threshold` for the stage that decides.
+
+        The stage that decides is the exit head's top probability where it is asked or there is no
+        router, and the router elsewhere.
+        """
+        gate, threshold = checkpoint.gate, self.config.exit_threshold
+        uncalibrated = gate.router is None and gate.top_probability is None
+        if not uncalibrated and (self.config.mode != "exit" or threshold is None):
             return gate
-        if checkpoint.router is not None:
-            return Gate(router=self.config.exit_threshold)
-        return Gate(top_probability=self.config.exit_threshold)
+        threshold = 0.85 if threshold is None else threshold
+        if checkpoint.router is None or gate.top_probability is not None:
+            return replace(gate, top_probability=threshold)
+        return Gate(router=threshold)
 
     def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Turn `stop_strings` and `tokenizer` into a criterion, as `generate` itself would."""
@@ -261,30 +320,35 @@ class _Output:
         """Hand out every column that all unfinished rows have reached."""
         if self.streamer is None:
             return
-        open_rows = [len(row.new_tokens) for row in self.rows if not row.finished]
-        ready = min(open_rows, default=max(len(row.new_tokens) for row in self.rows))
+        open_rows = [row.settled - row.prompt for row in self.rows if not row.finished]
+        ready = min(open_rows, default=max(row.settled - row.prompt for row in self.rows))
         for column in range(self._streamed, ready):
-            self.streamer.put(torch.tensor([self._token(row, column) for row in self.rows]))
+            at = [row.prompt + column for row in self.rows]
+            self.streamer.put(
+                torch.tensor(
+                    [
+                        row.tokens[k] if k < row.settled else self._pad
+                        for row, k in zip(self.rows, at, strict=True)
+                    ]
+                )
+            )
         self._streamed = max(self._streamed, ready)
 
     def finish(self, input_ids: Tensor) -> Any:
         """The sequences, prompt included, with padding behind rows that ended early."""
         if self.streamer is not None:
             self.streamer.end()
-        length = max(len(row.new_tokens) for row in self.rows)
-        new = [[self._token(row, column) for column in range(length)] for row in self.rows]
-        sequences = torch.cat([input_ids, torch.tensor(new).to(input_ids)], dim=1)
+        new = [row.new_tokens for row in self.rows]
+        length = max(map(len, new))
+        padded = [tokens + [self._pad] * (length - len(tokens)) for tokens in new]
+        sequences = torch.cat([input_ids, torch.tensor(padded).to(input_ids)], dim=1)
         if self.config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
         return sequences
 
-    def _token(self, row: Row, column: int) -> int:
-        tokens = row.new_tokens
-        return tokens[column] if column < len(tokens) else self._pad
 
-
-def _rows(input_ids: Tensor, mask: Tensor | None, max_length: int) -> list[Row]:
-    """Rows of a left-padded batch."""
+def _rows(input_ids: Tensor, mask: Tensor | None, contexts: Tensor) -> list[Row]:
+    """Rows of a left-padded batch, their tokens also in `contexts`, `[rows, room]`."""
     rows = []
     for index, ids in enumerate(input_ids.cpu()):
         padding = 0 if mask is None else int((mask[index] == 0).sum())
@@ -292,14 +356,18 @@ def _rows(input_ids: Tensor, mask: Tensor | None, max_length: int) -> list[Row]:
             raise UnsupportedGenerationError(
                 f"Row {index} is not padded on the left. Set tokenizer.padding_side = 'left'."
             )
-        context = torch.zeros(max_length, dtype=torch.long)
-        context[: len(ids)] = ids
+        contexts[index, : len(ids)] = ids
         tokens = ids[padding:].tolist()
-        rows.append(Row(index, context, padding, tokens, len(tokens), len(tokens)))
+        rows.append(Row(index, contexts[index], padding, tokens, len(tokens), len(tokens)))
     return rows
 
 
-def _check_checkpoints(checkpoints: list[Checkpoint], depth: int) -> None:
+def _check_checkpoints(checkpoints: list[Checkpoint], depth: int, config: TIDEConfig) -> None:
+    if config.mode == "exit" and not checkpoints:
+        raise ConfigError(
+            f"mode='exit' needs an exit, and the artifact has none from layer {config.min_layers} "
+            "on. Calibrate the model, lower min_layers, or use mode='lossless'."
+        )
     layers = [c.layer for c in checkpoints]
     if layers != sorted(set(layers)) or any(not 0 <= layer < depth - 1 for layer in layers):
         raise ConfigError(
@@ -307,6 +375,8 @@ def _check_checkpoints(checkpoints: list[Checkpoint], depth: int) -> None:
             f"{depth} layers."
         )
     tails = {c.head.tail_layers for c in checkpoints}
+    if config.prefill_exit and any(tails):
+        raise ConfigError("prefill_exit=True cannot finish prompt tokens through a tail head.")
     if len(tails) > 1 or any(c.layer + 1 > depth - c.head.tail_layers for c in checkpoints):
         raise ConfigError(
             f"Tail heads over {sorted(tails)} layers at checkpoints {layers}; all heads must "

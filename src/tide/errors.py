@@ -34,3 +34,7 @@ class ArtifactError(TideError, ValueError):
 
 class UnsupportedGenerationError(TideError, ValueError):
     """`generate` was asked for something that decoding by depth does not do."""
+
+
+class DataError(TideError, ValueError):
+    """Calibration data cannot be had, or is not what it should be."""

@@ -111,6 +111,33 @@ class _Odds:
 
 
 @dataclass
+class Trial:
+    """Finds out by trying whether something pays: tokens per second with it and without.
+
+    Attributes:
+        retry: rounds between tries of the side that is behind.
+    """
+
+    retry: int = 24
+    _rate: dict[bool, float] = field(default_factory=dict)
+    _rounds: int = 0
+
+    def choose(self) -> bool:
+        """Whether to do it in the next round."""
+        self._rounds += 1
+        if len(self._rate) < 2:
+            return not self._rate.get(True)
+        ahead = self._rate[True] >= self._rate[False]
+        return ahead if self._rounds % self.retry else not ahead
+
+    def outcome(self, used: bool, tokens: int, seconds: float) -> None:
+        """Record a round."""
+        rate = tokens / seconds
+        old = self._rate.get(used, rate)
+        self._rate[used] = old + 0.1 * (rate - old)
+
+
+@dataclass
 class DraftLength:
     """Chooses how many tokens to guess, from what was accepted and what passes have cost.
 
@@ -121,10 +148,12 @@ class DraftLength:
 
     Attributes:
         limit: most tokens guessed at once.
+        fixed: always guess that many.
         retry: passes between tries of what is not used.
     """
 
     limit: int
+    fixed: bool = False
     retry: int = 24
     _accepted: dict[tuple[str, int], _Odds] = field(default_factory=dict)
     _seconds: dict[int, float] = field(default_factory=dict)  # tokens in a pass -> running cost
@@ -133,6 +162,8 @@ class DraftLength:
 
     def choose(self, source: str) -> int:
         """How many tokens to take from `source` now."""
+        if self.fixed:
+            return self.limit
         if 1 not in self._seconds or self._since_plain >= 4 * self.retry:
             self._since_plain = 0
             return 0

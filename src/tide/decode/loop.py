@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tide.config import TIDEConfig
 from tide.decode.choose import Chooser
-from tide.decode.drafts import DraftLength, DraftSource
+from tide.decode.drafts import DraftLength, DraftSource, Trial
 from tide.decode.exits import Exits
 from tide.decode.ledges import Ledges
 from tide.decode.prefill import prefill
@@ -24,6 +25,21 @@ from tide.decode.waterline import Waterlines
 from tide.exits.policy import Decision, Place
 from tide.models.depth import DepthRunner
 from tide.stats import ExitStats
+
+
+@dataclass
+class _Round:
+    """The steps from one pass at full depth to the next.
+
+    Attributes:
+        began: when.
+        settled: tokens of all rows that were settled then.
+        exits_guess: whether exit heads guess in it.
+    """
+
+    began: float
+    settled: int
+    exits_guess: bool
 
 
 class DepthDecoder:
@@ -37,6 +53,7 @@ class DepthDecoder:
         chooser: from logits to tokens.
         sources: for each row, its draft sources in order.
         lengths: how many tokens to guess; remembers between calls.
+        exit_trial: whether guesses by the exit head pay; remembers between calls.
         stats: counters to fill.
         on_settled: called after each step, to stream.
     """
@@ -50,11 +67,13 @@ class DepthDecoder:
         chooser: Chooser,
         sources: Sequence[Sequence[DraftSource]],
         lengths: DraftLength,
+        exit_trial: Trial,
         stats: ExitStats,
         on_settled: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner, self.exits, self.config, self.chooser = runner, exits, config, chooser
-        self.lengths, self.stats, self.on_settled = lengths, stats, on_settled
+        self.lengths, self.exit_trial = lengths, exit_trial
+        self.stats, self.on_settled = stats, on_settled
         self.lossless = config.mode == "lossless"
         self.segments = exits.segments(runner.n_layers)
         self.rows = list(rows)
@@ -62,6 +81,7 @@ class DepthDecoder:
         self.cache = runner.new_cache(len(rows))
         self.waterlines = Waterlines(len(rows), len(self.segments), config.max_pending)
         self.ledges = Ledges(len(rows), len(self.segments))
+        self._round: _Round | None = None
 
     @property
     def last(self) -> int:
@@ -94,15 +114,17 @@ class DepthDecoder:
     def step(self) -> None:
         """Give every row at least one token, or a guess at one."""
         began = time.perf_counter()
+        if self._round is None:
+            self._round = _Round(began, sum(row.settled for row in self.rows), self._exits_guess())
         self._guess()
-        chunk = max(
-            len(row.tokens) - self.waterlines.passed[r][0] for r, row in enumerate(self.rows)
-        )
-        for segment in range(len(self.segments)):
-            spans, states = self._pass(segment)
+        fed = [passed[0] for passed in self.waterlines.passed]
+        chunk = max(len(row.tokens) - fed[r] for r, row in enumerate(self.rows))
+        segment = 0
+        while True:
+            segment, spans, states = self._pass(segment)
             if segment == self.last:
                 self._settle_at_full_depth(spans, states)
-                self.lengths.cost(chunk, time.perf_counter() - began)
+                self._end_round(chunk, began)
                 break
             self._put_on_ledge(segment, spans, states)
             self._ask(segment)
@@ -110,8 +132,25 @@ class DepthDecoder:
                 self._fill_above(segment)
             if not any(self._goes_deeper(r, row) for r, row in enumerate(self.rows)):
                 break
+            segment += 1
         self.stats.rounds += 1
         self._end_step()
+
+    def _exits_guess(self) -> bool:
+        """Mode "lossless": whether the exit heads are to guess until the next deep pass."""
+        if not self.lossless or "exit" not in self.config.drafts or not self.exits.checkpoints:
+            return False
+        return self.config.fixed_drafts or self.exit_trial.choose()
+
+    def _end_round(self, chunk: int, began: float) -> None:
+        """Remember what the way to this deep pass has cost and given."""
+        assert self._round is not None
+        now = time.perf_counter()
+        self.lengths.cost(chunk, now - began)
+        tokens = sum(row.settled for row in self.rows) - self._round.settled
+        if self.lossless and not any(row.guessed_by not in (None, "exit") for row in self.rows):
+            self.exit_trial.outcome(self._round.exits_guess, tokens, now - self._round.began)
+        self._round = None
 
     # ---- a step, part by part
 
@@ -132,8 +171,14 @@ class DepthDecoder:
                         row.guess(token, source.name)
                     break
 
-    def _pass(self, segment: int) -> tuple[list[range], Tensor]:
-        """Run a segment over everything that waits before it."""
+    def _pass(self, segment: int) -> tuple[int, list[range], Tensor]:
+        """Run a segment over everything that waits before it.
+
+        Runs on through the next ones in the same pass, as far as nobody waits or is asked between.
+
+        Returns:
+            The last segment run, the positions run in each row, and their states.
+        """
         spans = [
             self.waterlines.ledge(r, segment, len(row.tokens)) for r, row in enumerate(self.rows)
         ]
@@ -143,10 +188,32 @@ class DepthDecoder:
             hidden = _stack(
                 [self.ledges.take(r, segment, len(s)) if s else None for r, s in enumerate(spans)]
             )
-        lo, hi = self.segments[segment]
+        through = segment
+        while through < self.last and not self._asks() and not self._waiting_before(through + 1):
+            through += 1
+        lo, hi = self.segments[segment][0], self.segments[through][1]
         states = self.runner.run(ids, lo, hi, cache=self.cache, hidden=hidden, valid=valid)
-        self.waterlines.advance(segment, [len(span) for span in spans])
-        return spans, states
+        for passed in range(segment, through + 1):
+            self.waterlines.advance(passed, [len(span) for span in spans])
+        return through, spans, states
+
+    def _asks(self) -> bool:
+        """Whether any row is to be asked at a checkpoint."""
+        return not self.lossless or any(
+            self._may_guess_early(r, row) for r, row in enumerate(self.rows)
+        )
+
+    def _waiting_before(self, segment: int) -> bool:
+        """Whether any row has tokens on the ledge before `segment`."""
+        return any(
+            self.waterlines.ledge(r, segment, len(row.tokens)) for r, row in enumerate(self.rows)
+        )
+
+    def _may_guess_early(self, r: int, row: Row) -> bool:
+        """Mode "lossless": a guess is made on the newest token, not on top of a draft."""
+        drafted = row.guesses > 0 and row.guessed_by != "exit"
+        guesses = self._round is not None and self._round.exits_guess
+        return guesses and not drafted and not self.waterlines.full(r)
 
     def _put_on_ledge(self, segment: int, spans: list[range], states: Tensor) -> None:
         for r, span in enumerate(spans):
@@ -169,7 +236,7 @@ class DepthDecoder:
             self._leave(segment, decision, [at[k] for k in decision.leaves])
         for r, row in enumerate(self.rows):
             if self.lossless:
-                self._guess_early(r, row)
+                self._guess_early(row)
             else:
                 self._settle(r, row)
 
@@ -177,27 +244,23 @@ class DepthDecoder:
         """Note how tokens leave at the checkpoint after `segment`."""
         assert decision.logits is not None
         here = [(self.rows[r], position) for r, position in at]
-        narrow = not self.chooser.processors and not self.chooser.sample
-        logits = decision.logits if narrow else self.exits.readout.widen(decision.logits)
+        plain, readout = self.chooser.plain, self.exits.readout
+        logits = decision.logits if plain else readout.widen(decision.logits)
         scores = self.chooser.scores(here, logits)
-        best = self.chooser.best(scores)
-        if narrow:
-            best = self.exits.readout.tokens(torch.tensor(best)).tolist()
-        p = self.chooser.probabilities(scores)
+        said = self.chooser.pick(here, scores)
+        if plain:
+            said = readout.tokens(torch.tensor(said)).tolist()
+        # Processors may have ruled out every token that a reduced vocabulary has.
+        barred = [False] * len(here) if plain else scores.isneginf().all(-1).tolist()
         for k, (row, position) in enumerate(here):
-            row.left[position] = Left(
-                self.exits.checkpoints[segment].layer,
-                best[k],
-                None if p is None else p[k],
-                decision.scores[decision.leaves[k]],
-            )
+            if not barred[k]:
+                layer = self.exits.checkpoints[segment].layer
+                row.left[position] = Left(layer, said[k], decision.scores[decision.leaves[k]])
 
     def _open_positions(self, r: int, row: Row, segment: int) -> Iterable[int]:
         """Positions at a checkpoint that have not left, and whose successor is not settled."""
         if self.lossless:
-            # A guess is made on the newest token only, and not on top of a draft.
-            drafted = row.guesses > 0 and row.guessed_by != "exit"
-            if drafted or "exit" not in self.config.drafts or self.waterlines.full(r):
+            if not self._may_guess_early(r, row):
                 return ()
             first = len(row.tokens) - 1
         else:
@@ -205,16 +268,12 @@ class DepthDecoder:
         reached = range(first, self.waterlines.passed[r][segment])
         return [position for position in reached if position not in row.left]
 
-    def _guess_early(self, r: int, row: Row) -> None:
+    def _guess_early(self, row: Row) -> None:
         """Mode "lossless": what the exit head says is a guess, to be checked by a deep pass."""
         left = row.left.pop(len(row.tokens) - 1, None)
-        if left is None or row.padding + len(row.tokens) >= len(row.context):
-            return
-        token = left.best
-        if left.probabilities is not None:
-            token = self.chooser.draw(left.probabilities, None, None)
-            row.drawn[len(row.tokens)] = left.probabilities
-        row.guess(token, "exit")
+        # The last token that there is room for need not be guessed: nothing follows it.
+        if left is not None and row.padding + len(row.tokens) < len(row.context) - 1:
+            row.guess(left.token, "exit")
 
     def _settle_at_full_depth(self, spans: list[range], states: Tensor) -> None:
         """Settle what is open with the full model's word, and check what had left early."""
@@ -229,52 +288,44 @@ class DepthDecoder:
         picked = torch.stack([states[r, k] for r, _, k in at])
         here = [(self.rows[r], position) for r, position, _ in at]
         scores = self.chooser.scores(here, self.runner.logits(picked))
-        best = self.chooser.best(scores)
-        p = self.chooser.probabilities(scores)
+        said = self.chooser.pick(here, scores)
         for r, row in enumerate(self.rows):
-            full = {position: k for k, (s, position, _) in enumerate(at) if s == r}
-            self._settle(
-                r, row, {i: (best[k], None if p is None else p[k]) for i, k in full.items()}
-            )
+            full = {position: said[k] for k, (s, position, _) in enumerate(at) if s == r}
+            self._settle(r, row, full)
             for position in [i for i in row.early if i in full]:
-                self.stats.audit(row.early.pop(position) != best[full[position]])
+                self.stats.audit(row.early.pop(position) != full[position])
 
-    def _settle(
-        self, r: int, row: Row, full: Mapping[int, tuple[int, Tensor | None]] | None = None
-    ) -> None:
+    def _settle(self, r: int, row: Row, full: Mapping[int, int] | None = None) -> None:
         """Settle the tokens of a row in order, up to the first of which nothing final is known.
 
         A token that left is settled by what its exit head said, however deep it has gone since: its
         batch mates and guesses may have taken it along, and must not change what is said.
 
         Args:
-            full: at each position that full depth has seen, its likeliest token and distribution.
+            full: what full depth says after each position that it has seen.
         """
-        full, more = full or {}, True
-        while more and not row.finished:
+        full, as_guessed = full or {}, True
+        while as_guessed and not row.finished:
             position = row.settled - 1
-            guess = row.tokens[row.settled] if row.guesses else None
             left = row.left.pop(position, None)
             if left is not None:
-                if self.config.kv_cache_strategy == "deferred":
-                    row.early[position] = left.best
-                token, p, depth = left.best, left.probabilities, left.layer + 1
+                token, depth, score = left.token, left.layer + 1, left.score
                 self.stats.exit_at(left.layer)
+                if self.config.kv_cache_strategy == "deferred":
+                    row.early[position] = token
             elif position in full:
-                (token, p), depth = full[position], self.runner.n_layers
+                token, depth, score = full[position], self.runner.n_layers, float("nan")
                 self.stats.full_depth()
             else:
                 return
-            if p is not None:
-                token = self.chooser.draw(p, guess, row.drawn.get(row.settled))
-            more = token == guess
-            if not more:
+            as_guessed = row.guesses > 0 and row.tokens[row.settled] == token
+            if not as_guessed:
                 self._fall_back(r, row, row.settled)
                 row.append(token)
             row.settled += 1
-            row.accepted += more
+            row.accepted += as_guessed
             row.depths.append(depth)
-            row.scores.append(float("nan") if left is None else left.score)
+            row.scores.append(score)
             if self.chooser.ends(row):
                 row.finished = True
                 self._fall_back(r, row, row.settled)
@@ -330,6 +381,7 @@ class DepthDecoder:
                 self.lengths.outcome(row.guessed_by, row.guessed, row.accepted)
                 row.guessed_by, row.guessed, row.accepted = None, 0, 0
         self.on_settled()
+        self.chooser.forget(self.rows)
         finished = [r for r, row in enumerate(self.rows) if row.finished]
         if not finished:
             return
@@ -344,8 +396,9 @@ class DepthDecoder:
 
     def _check_tail(self) -> None:
         """Send all that waits to full depth, so that no early token stays unchecked."""
-        for segment in range(1, len(self.segments)):
-            spans, states = self._pass(segment)
+        segment = 0
+        while segment < self.last:
+            segment, spans, states = self._pass(segment + 1)
             if segment < self.last:
                 self._put_on_ledge(segment, spans, states)
         self._settle_at_full_depth(spans, states)

@@ -69,7 +69,8 @@ def prefill(
     depths = torch.where(valid, n, 0)
     logits: Tensor | None = None
     if with_logits:
-        logits = torch.zeros(*ids.shape, exits.readout.size, dtype=runner.model.dtype)
+        shape = (*ids.shape, exits.readout.size)
+        logits = torch.zeros(shape, dtype=runner.model.dtype, device=ids.device)
 
     columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     first = runner.run(ids, *segments[0], cache=cache, valid=valid)

@@ -13,14 +13,12 @@ class Left:
 
     Attributes:
         layer: after which layer.
-        best: what the exit head thought likeliest after it.
-        probabilities: what to draw from, `[vocabulary]`; None where nothing is drawn.
+        token: what the exit head says after it.
         score: the confidence with which it left.
     """
 
     layer: int
-    best: int
-    probabilities: Tensor | None
+    token: int
     score: float
 
 
@@ -30,7 +28,8 @@ class Row:
 
     Attributes:
         index: its place in the batch as given.
-        context: its tokens as `generate` sees them, left padding included, `[room]`.
+        context: its tokens as `generate` sees them, left padding included, `[room]`; a row of a
+            tensor that all rows share.
         padding: how many of those are padding.
         tokens: its tokens; the first `settled` are final, the rest are guesses.
         prompt: how many of them were given.
@@ -39,7 +38,6 @@ class Row:
         guessed_by: who made the guesses that are open, or were settled in this step.
         guessed: how many there were.
         accepted: how many of them were right so far.
-        drawn: distribution that a guess was drawn from, by the guess's position.
         left: how tokens left early, by position; of those on top of guesses, if these prove right.
         early: what the exit head said at a position, until full depth has said its word.
         finished: no more tokens.
@@ -56,7 +54,6 @@ class Row:
     guessed_by: str | None = None
     guessed: int = 0
     accepted: int = 0
-    drawn: dict[int, Tensor] = field(default_factory=dict)
     left: dict[int, Left] = field(default_factory=dict)
     early: dict[int, int] = field(default_factory=dict)
     finished: bool = False
@@ -70,10 +67,6 @@ class Row:
     def new_tokens(self) -> list[int]:
         """Settled tokens after the prompt."""
         return self.tokens[self.prompt : self.settled]
-
-    def seen_at(self, position: int) -> Tensor:
-        """Everything up to the token at `position`, as `generate` sees it, `[1, length]`."""
-        return self.context[None, : self.padding + position + 1]
 
     def guess(self, token: int, source: str) -> None:
         """Add a guessed token."""
@@ -89,5 +82,4 @@ class Row:
     def truncate(self, length: int) -> None:
         """Forget the guesses from the `length`-th token on."""
         del self.tokens[length:]
-        self.drawn = {at: q for at, q in self.drawn.items() if at < length}
         self.left = {at: left for at, left in self.left.items() if at < length}

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tide.errors import UnsupportedModelError
 from tide.models.depth import scale_logits
 
 
@@ -29,6 +30,12 @@ class Readout:
         self._bias: Tensor | None = None
         if vocabulary is not None:
             weight: Any = head.weight
+            if weight.shape[0] != self.size:
+                raise UnsupportedModelError(
+                    f"The head's weight has shape {list(weight.shape)}, not one row for each of "
+                    f"{self.size} tokens: it is packed, and cannot be read in part. Calibrate with "
+                    "vocabulary=0, or leave the head unquantised."
+                )
             self.vocabulary = vocabulary = vocabulary.to(weight.device)
             self._weight = weight.detach()[vocabulary].contiguous()
             bias: Any = getattr(head, "bias", None)
@@ -42,6 +49,11 @@ class Readout:
         else:
             logits = nn.functional.linear(states, self._weight, self._bias)
         return scale_logits(self.config, logits)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that states must have to be read."""
+        return next(self.norm.parameters()).dtype
 
     def tokens(self, index: Tensor) -> Tensor:
         """Token ids of indices into the logits."""
@@ -77,4 +89,6 @@ class ExitHead(nn.Module):
 
     def lift(self, hidden: Tensor) -> Tensor:
         """The state to be read, or to be finished by the tail. `[..., hidden]`."""
-        return hidden if self.affine is None else hidden + self.affine(hidden)
+        if self.affine is None:
+            return hidden
+        return hidden + self.affine(hidden.to(self.affine.weight)).to(hidden)

@@ -83,6 +83,9 @@ class GatePolicy:
     """
 
     def __init__(self, routers: Sequence[TokenRouter | None], gates: Sequence[Gate]) -> None:
+        for number, (router, gate) in enumerate(zip(routers, gates, strict=True)):
+            if router is None and gate.router is not None:
+                raise ValueError(f"checkpoint {number} has a router threshold but no router")
         self.routers, self.gates = routers, gates
         # What the head of the checkpoint above said, for routers that ask whether heads agree.
         self._said: dict[Place, int] = {}

@@ -68,6 +68,7 @@ class DepthRunner:
 
     Attributes:
         model, parts, config: the model, its located parts and its text config.
+        position_limit: tokens beyond which its rotary positions change meaning; None if never.
         counts: layer calls and tokens so far.
     """
 
@@ -78,19 +79,28 @@ class DepthRunner:
         self.config = text_config(model)
         self.n_layers = len(self.parts.layers)
         self.counts = LayerCounts.zeros(self.n_layers)
+        self.position_limit = position_limit(self.config)
         self._gates: list[_Gate] | None = None  # while attached
+        self._entered = 0
         self._pass: _Pass | None = None  # while running
         self._returns_tuple: bool | None = None  # decoder layers return a tensor or a tuple
 
     def __enter__(self) -> DepthRunner:
         # Made anew each time: adapters and quantisation replace layers.
         self._gates = [_Gate(self, i, layer) for i, layer in enumerate(self.parts.layers)]
+        self._entered += 1
         if self._returns_tuple is None:
-            self._learn_return_type()
+            try:
+                self._learn_return_type()
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._gates = None
+        self._entered -= 1
+        if not self._entered:
+            self._gates = None
 
     @property
     def input_device(self) -> torch.device:
@@ -282,6 +292,17 @@ class DepthRunner:
                     f"Got {name} of shape {list(given.shape)} for tokens of shape "
                     f"{list(input_ids.shape)}; the first two dimensions must agree."
                 )
+
+
+def position_limit(config: Any) -> int | None:
+    """Tokens beyond which rotary frequencies depend on the length of a pass: longrope, dynamic."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings")
+    if parameters.get("rope_type") == "longrope":
+        return original or getattr(config, "original_max_position_embeddings", None)
+    if parameters.get("rope_type") == "dynamic":
+        return original or config.max_position_embeddings
+    return None
 
 
 def first_tensor(output: Any) -> Tensor:
