@@ -1,0 +1,79 @@
+"""Gives what layers, heads and routers cost on this device, measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tide.exits.heads import Readout
+from tide.exits.routers import TokenRouter
+from tide.models.depth import DepthRunner
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds for one token at batch 1.
+
+    Attributes:
+        layer: one layer.
+        head: final norm and the whole head.
+        exit_head: final norm and the vocabulary that exit heads read.
+        router: one router, its answer read.
+    """
+
+    layer: float
+    head: float
+    exit_head: float
+    router: float
+
+    def to_dict(self) -> dict[str, float]:
+        """As plain JSON."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure_costs(
+    runner: DepthRunner, exit_readout: Readout, router: TokenRouter, *, context: int = 128
+) -> Costs:
+    """Measure in turns, after a prompt of at most `context` tokens, and take medians."""
+    n = runner.n_layers
+    context = min(context, runner.config.max_position_embeddings - 1)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, runner.config.vocab_size, (1, context + 1), generator=generator)
+    ids = ids.to(runner.input_device)
+    with runner:
+        cache = runner.new_cache(1)
+        runner.run(ids[:, :context], 0, n, cache=cache)
+        state = runner.run(ids[:, context:], 0, n, cache=cache)[0]
+        part = max(1, n // 2)
+
+        def layers(hi: int) -> Callable[[], Any]:
+            def run() -> None:
+                cache.fall_back([context])
+                runner.run(ids[:, context:], 0, hi, cache=cache)
+
+            return run
+
+        sides: dict[str, Callable[[], Any]] = {
+            "all": layers(n),
+            "part": layers(part),
+            "head": lambda: runner.logits(state).argmax(-1).item(),
+            "exit_head": lambda: exit_readout(state).argmax(-1).item(),
+            "router": lambda: router(state.to(router.up.weight.dtype)).item(),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        for turn in range(12):
+            for name, run in sides.items():
+                began = time.perf_counter()
+                run()
+                if turn >= 2:
+                    seconds[name].append(time.perf_counter() - began)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    # The difference leaves out what every pass costs, however deep it goes.
+    layer = max((median["all"] - median["part"]) / max(n - part, 1), 1e-9)
+    return Costs(layer, median["head"], median["exit_head"], median["router"])

@@ -1,0 +1,161 @@
+"""Gives the documents of a calibration: prompts from a file, a data set or a list, and their split.
+
+What cannot be had is an error. There is no stand-in text.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tide.errors import DataError
+
+SPLITS = ("fit", "gate", "certify")
+
+# Keys of a JSON line under which a text is looked for, most common first.
+_TEXT_KEYS = ("text", "prompt", "question", "instruction", "turns")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Texts, each in exactly one split; what was fitted on is never certified on."""
+
+    fit: tuple[str, ...]
+    gate: tuple[str, ...]
+    certify: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the texts and their split, 16 hex digits."""
+        digest = hashlib.sha256()
+        for split in SPLITS:
+            for text in getattr(self, split):
+                digest.update(f"{split} {len(text)} {text}".encode())
+        return digest.hexdigest()[:16]
+
+
+def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> list[str]:
+    """Texts of a local file, a Hugging Face data set or a list, in their order, without repeats.
+
+    Args:
+        source: a `.txt` (a paragraph each), `.jsonl` or `.json` file, also gzipped; the name of a
+            data set on the hub; or the texts themselves.
+        limit: most texts to take.
+
+    Raises:
+        DataError: if there is no such file or data set, or no text in it.
+    """
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        found: Iterator[str] = _from_file(path) if path.exists() else _from_hub(str(source))
+        name = str(source)
+    else:
+        found, name = iter(source), "the list given"
+    seen: dict[str, None] = {}  # keeps the order
+    for text in found:
+        if text.strip():
+            seen.setdefault(text.strip())
+        if limit is not None and len(seen) >= limit:
+            break
+    if not seen:
+        raise DataError(f"There is no text in {name}. Name a file with one text per line.")
+    return list(seen)
+
+
+def split_documents(
+    texts: Sequence[str], *, seed: int = 0, gate: float = 0.15, certify: float = 0.15
+) -> Documents:
+    """Split texts by document, at random by `seed`.
+
+    Args:
+        gate, certify: shares kept for choosing thresholds and for certification.
+    """
+    if len(texts) < 3:
+        raise DataError(
+            f"Got {len(texts)} texts; fitting, choosing and certifying need at least one each, and "
+            "a useful calibration some hundreds."
+        )
+    order = list(texts)
+    random.Random(seed).shuffle(order)
+    n_gate, n_certify = (max(1, round(share * len(order))) for share in (gate, certify))
+    rest = len(order) - n_gate - n_certify
+    return Documents(
+        tuple(order[:rest]), tuple(order[rest : rest + n_gate]), tuple(order[rest + n_gate :])
+    )
+
+
+def encode_prompts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    """Token ids of prompts, through the tokenizer's chat template where it has one."""
+    if tokenizer.chat_template:
+        chats = [[{"role": "user", "content": text}] for text in texts]
+        encoded = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+    else:
+        encoded = tokenizer(list(texts))["input_ids"]
+    # The end of a chat prompt is where the answer starts, so a long one is cut at its head.
+    return [list(ids[-max_tokens:]) for ids in encoded]
+
+
+def encode_texts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    """Token ids of plain texts, cut at the end."""
+    return [list(ids[:max_tokens]) for ids in tokenizer(list(texts))["input_ids"]]
+
+
+def _from_file(path: Path) -> Iterator[str]:
+    stem = path.name.removesuffix(".gz")
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        if not stem.endswith((".jsonl", ".json")):
+            yield from file
+            return
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _text_of(line, f"{path}, line {number}")
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON: {error}. Give one object per line.") from error
+    if isinstance(row, str):
+        return row
+    for key in _TEXT_KEYS:
+        if isinstance(row, dict) and key in row:
+            value = row[key]
+            return str(value[0] if isinstance(value, list) else value)
+    raise DataError(f"{where} has none of the keys {', '.join(_TEXT_KEYS)}.")
+
+
+def _from_hub(name: str) -> Iterator[str]:
+    """Stream a data set; texts are read until enough are there."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise DataError(
+            f"There is no file {name!r}, and reading it as a Hugging Face data set needs the "
+            "`datasets` package. Install it, or name a local .txt or .jsonl file."
+        ) from error
+    config = "wikitext-2-raw-v1" if name == "wikitext" else None
+    repository = "Salesforce/wikitext" if name == "wikitext" else name
+    try:
+        rows = load_dataset(repository, config, split="train", streaming=True)
+        first = list(islice(rows, 1))
+    except Exception as error:
+        raise DataError(
+            f"There is no file {name!r}, and the Hugging Face data set {repository!r} cannot be "
+            f"had: {type(error).__name__}: {error}. Name a local .txt or .jsonl file."
+        ) from error
+    key = next((k for k in _TEXT_KEYS if first and k in first[0]), None)
+    if key is None:
+        raise DataError(f"Data set {repository!r} has none of the columns {', '.join(_TEXT_KEYS)}.")
+    for row in rows:
+        value = row[key]
+        yield str(value[0] if isinstance(value, list) else value)
