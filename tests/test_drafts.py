@@ -15,21 +15,19 @@ from tide.exits.routers import TokenRouter
 from tide.stats import ExitStats
 
 
-def by_search(tokens: list[int], limit: int) -> list[int]:
-    """What followed the latest earlier occurrence of the last 3, else 2 tokens; the plain way."""
-    for n in (3, 2):
-        for start in range(len(tokens) - n - 1, -1, -1):
-            if tokens[start : start + n] == tokens[len(tokens) - n :] and len(tokens) >= n:
-                return tokens[start + n : start + n + limit]
+def by_search(tokens: list[int], n: int, limit: int) -> list[int]:
+    """What followed the latest earlier occurrence of the last n tokens, the plain way."""
+    for start in range(len(tokens) - n - 1, -1, -1):
+        if tokens[start : start + n] == tokens[len(tokens) - n :]:
+            return tokens[start + n : start + n + limit]
     return []
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 4))
-def test_context_n_grams_find_the_latest_longest_match(tokens: list[int], limit: int) -> None:
-    source = ContextNGrams()
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 4))
+def test_context_n_grams_find_the_latest_match(tokens: list[int], n: int, limit: int) -> None:
+    source = ContextNGrams(n)
     for end in range(1, len(tokens) + 1):  # as decoding feeds it
-        guess = source.propose(tokens[:end], limit)
-        assert guess == by_search(tokens[:end], limit)
+        assert source.propose(tokens[:end], limit) == by_search(tokens[:end], n, limit)
 
 
 def test_the_table_says_the_most_frequent_continuation() -> None:

@@ -172,7 +172,7 @@ def test_drafts_in_exit_mode_do_not_change_what_is_said() -> None:
     plain = engine(model, "exit", "random", drafts=())
     drafting = engine(model, "exit", "random", drafts=("context",))
     assert torch.equal(plain.generate(**kwargs), drafting.generate(**kwargs))
-    assert drafting.last_stats.accepted["context"] > 0
+    assert sum(drafting.last_stats.accepted.values()) > 0
     assert drafting.last_stats.rounds < plain.last_stats.rounds
 
 

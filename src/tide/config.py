@@ -40,7 +40,8 @@ class TIDEConfig:
             compacted (`prefill_exit`).
         mode: "exit", "lossless" or "off".
         max_pending: most tokens that may wait for a deep pass.
-        drafts: sources of guessed tokens, tried in this order.
+        drafts: sources of guessed tokens: "context" (n-grams of the row itself), "table" (of the
+            artifact) and "exit" (the exit heads, where no other source has a guess).
         max_draft: most tokens that are guessed at once.
         fixed_drafts: always guess as many, whether it pays or not; for tests and experiments.
         prefill_exit: let prompt tokens leave early too.

@@ -23,8 +23,8 @@ from tide.decode.choose import Chooser
 from tide.decode.drafts import ContextNGrams, ContinuationTable, DraftLength, DraftSource, Trial
 from tide.decode.exits import Exits
 from tide.decode.loop import DepthDecoder
+from tide.decode.output import Output, rows_of
 from tide.decode.prefill import prefill
-from tide.decode.rows import Row
 from tide.errors import ArtifactError, ConfigError, UnsupportedGenerationError
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import Readout
@@ -200,7 +200,7 @@ class TIDE:
             )
         mask = model_kwargs.get("attention_mask")
         contexts = torch.zeros(len(input_ids), generation_config.max_length, dtype=torch.long)
-        rows = _rows(input_ids, mask, contexts)
+        rows = rows_of(input_ids, mask, contexts)
         chooser = Chooser(
             contexts,
             input_ids.device,
@@ -214,7 +214,8 @@ class TIDE:
         )
         stats = ExitStats(self.runner.n_layers)
         self.runner.counts.reset()
-        output = _Output(rows, generation_config, streamer)
+        pad = getattr(generation_config, "_pad_token_tensor", None)
+        output = Output(rows, 0 if pad is None else int(pad), streamer)
         with self.runner:
             decoder = DepthDecoder(
                 self.runner,
@@ -232,7 +233,10 @@ class TIDE:
         stats.depths = [row.depths for row in rows]
         stats.scores = [row.scores for row in rows]
         self._count(stats, self.runner.n_layers * max(len(row.new_tokens) for row in rows))
-        return output.finish(input_ids)
+        sequences = output.finish(input_ids)
+        if generation_config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
+        return sequences
 
     def _sources(self) -> list[DraftSource]:
         """Draft sources of one row, in order.
@@ -248,8 +252,14 @@ class TIDE:
             return []
         if exit_mode and tails:
             return []
-        made: dict[str, DraftSource | None] = {"context": ContextNGrams(), "table": self._table}
-        return [source for name in self.config.drafts if (source := made.get(name)) is not None]
+        sources: list[DraftSource] = []
+        if "context" in self.config.drafts:
+            sources += [ContextNGrams(3), ContextNGrams(2)]
+        if "table" in self.config.drafts and self._table is not None:
+            sources.append(self._table)
+        if "context" in self.config.drafts:
+            sources.append(ContextNGrams(1))  # right least often, so asked last
+        return sources
 
     def _make_exits(self, policy: Policy | None) -> Exits:
         parts, depth = self.runner.parts, self.runner.n_layers
@@ -305,61 +315,6 @@ class TIDE:
         criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
         criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
         return {**kwargs, "stopping_criteria": criteria}
-
-
-class _Output:
-    """Streams settled tokens, and puts rows together as `generate` returns them."""
-
-    def __init__(self, rows: list[Row], config: GenerationConfig, streamer: Any) -> None:
-        self.rows, self.config, self.streamer = rows, config, streamer
-        self._streamed = 0
-        pad = getattr(config, "_pad_token_tensor", None)
-        self._pad = 0 if pad is None else int(pad)
-
-    def stream(self) -> None:
-        """Hand out every column that all unfinished rows have reached."""
-        if self.streamer is None:
-            return
-        open_rows = [row.settled - row.prompt for row in self.rows if not row.finished]
-        ready = min(open_rows, default=max(row.settled - row.prompt for row in self.rows))
-        for column in range(self._streamed, ready):
-            at = [row.prompt + column for row in self.rows]
-            self.streamer.put(
-                torch.tensor(
-                    [
-                        row.tokens[k] if k < row.settled else self._pad
-                        for row, k in zip(self.rows, at, strict=True)
-                    ]
-                )
-            )
-        self._streamed = max(self._streamed, ready)
-
-    def finish(self, input_ids: Tensor) -> Any:
-        """The sequences, prompt included, with padding behind rows that ended early."""
-        if self.streamer is not None:
-            self.streamer.end()
-        new = [row.new_tokens for row in self.rows]
-        length = max(map(len, new))
-        padded = [tokens + [self._pad] * (length - len(tokens)) for tokens in new]
-        sequences = torch.cat([input_ids, torch.tensor(padded).to(input_ids)], dim=1)
-        if self.config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
-        return sequences
-
-
-def _rows(input_ids: Tensor, mask: Tensor | None, contexts: Tensor) -> list[Row]:
-    """Rows of a left-padded batch, their tokens also in `contexts`, `[rows, room]`."""
-    rows = []
-    for index, ids in enumerate(input_ids.cpu()):
-        padding = 0 if mask is None else int((mask[index] == 0).sum())
-        if mask is not None and not bool((mask[index, padding:] != 0).all()):
-            raise UnsupportedGenerationError(
-                f"Row {index} is not padded on the left. Set tokenizer.padding_side = 'left'."
-            )
-        contexts[index, : len(ids)] = ids
-        tokens = ids[padding:].tolist()
-        rows.append(Row(index, contexts[index], padding, tokens, len(tokens), len(tokens)))
-    return rows
 
 
 def _check_checkpoints(checkpoints: list[Checkpoint], depth: int, config: TIDEConfig) -> None:

@@ -25,32 +25,29 @@ class DraftSource(Protocol):
 
 
 class ContextNGrams:
-    """Copies what followed the latest occurrence of the row's last n tokens, longest n first.
+    """Copies what followed the latest earlier occurrence of the row's last n tokens.
 
-    Keeps an index of the row's n-grams, so a guess costs the same at any length of the row.
+    Keeps an index of the row's n-grams, so a guess costs the same at any length of the row. Each n
+    is a source of its own, since a longer match is right more often and may be copied further.
+
+    Args:
+        n: tokens that must match.
     """
 
-    name = "context"
-
-    def __init__(self, orders: Sequence[int] = (3, 2)) -> None:
-        self.orders = tuple(sorted(orders, reverse=True))
+    def __init__(self, n: int) -> None:
+        self.n, self.name = n, f"context {n}"
         self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token after it
         self._indexed = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """See `DraftSource.propose`."""
-        # The n-grams that end in the last token have no follower yet: they are what is looked up.
-        for end in range(max(self._indexed, 1), len(tokens)):
-            for n in self.orders:
-                if end >= n:
-                    self._follows[tuple(tokens[end - n : end])] = end
+        n = self.n
+        # The n-gram that ends in the last token has no follower yet: it is what is looked up.
+        for end in range(max(self._indexed, n), len(tokens)):
+            self._follows[tuple(tokens[end - n : end])] = end
         self._indexed = len(tokens)
-        for n in self.orders:
-            if len(tokens) >= n:
-                place = self._follows.get(tuple(tokens[len(tokens) - n :]))
-                if place is not None:
-                    return list(tokens[place : place + limit])
-        return []
+        place = self._follows.get(tuple(tokens[-n:])) if len(tokens) >= n else None
+        return [] if place is None else list(tokens[place : place + limit])
 
 
 class ContinuationTable:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tide.config import TIDEConfig
 from tide.decode.choose import Chooser
+from tide.decode.columns import columns, finish_by_tail, stack
 from tide.decode.drafts import DraftLength, DraftSource, Trial
 from tide.decode.exits import Exits
 from tide.decode.ledges import Ledges
@@ -97,7 +98,8 @@ class DepthDecoder:
     def prefill(self) -> None:
         """Run the prompts and settle each row's first token, at full depth."""
         counts = [len(row.tokens) for row in self.rows]
-        ids, valid = self._columns([range(count) for count in counts], "left")
+        prompts = [range(count) for count in counts]
+        ids, valid = columns(self.rows, prompts, self.runner.input_device, left=True)
         if self.config.prefill_exit:
             valid = torch.ones_like(ids, dtype=torch.bool) if valid is None else valid
             numbers = [row.index for row in self.rows]
@@ -182,10 +184,10 @@ class DepthDecoder:
         spans = [
             self.waterlines.ledge(r, segment, len(row.tokens)) for r, row in enumerate(self.rows)
         ]
-        ids, valid = self._columns(spans, "right")
+        ids, valid = columns(self.rows, spans, self.runner.input_device)
         hidden = None
         if segment:
-            hidden = _stack(
+            hidden = stack(
                 [self.ledges.take(r, segment, len(s)) if s else None for r, s in enumerate(spans)]
             )
         through = segment
@@ -353,8 +355,8 @@ class DepthDecoder:
             )
             for r, n in enumerate(counts)
         ]
-        ids, valid = self._columns(spans, "right")
-        states = _stack(
+        ids, valid = columns(self.rows, spans, self.runner.input_device)
+        states = stack(
             [self.ledges.take(r, segment + 1, n) if n else None for r, n in enumerate(counts)]
         )
         lo, hi = self.segments[segment][1], self.runner.n_layers
@@ -386,7 +388,7 @@ class DepthDecoder:
         if not finished:
             return
         if self.config.audit_tail and any(self.rows[r].early for r in finished):
-            self._check_tail()
+            self._check_all_that_waits()
         kept = [r for r, row in enumerate(self.rows) if not row.finished]
         self.rows = [self.rows[r] for r in kept]
         self.waterlines.keep(kept)
@@ -394,7 +396,7 @@ class DepthDecoder:
         if kept:
             self.cache.keep(kept)
 
-    def _check_tail(self) -> None:
+    def _check_all_that_waits(self) -> None:
         """Send all that waits to full depth, so that no early token stays unchecked."""
         segment = 0
         while segment < self.last:
@@ -408,25 +410,6 @@ class DepthDecoder:
         if any(self.cache.lengths(0)[r] > k for r, k in enumerate(known)):
             self.cache.fall_back(known)
 
-    # ---- tensors
-
-    def _columns(self, spans: Sequence[range], side: str) -> tuple[Tensor, Tensor | None]:
-        """Token ids of spans of the rows, `[rows, longest]`, and what of it is not padding."""
-        width = max(len(span) for span in spans)
-        ids, valid = [], []
-        for row, span in zip(self.rows, spans, strict=True):
-            tokens, fill = row.tokens[span.start : span.stop], width - len(span)
-            pad, mask = [0] * fill, [False] * fill
-            here = [True] * len(tokens)
-            ids.append(pad + tokens if side == "left" else tokens + pad)
-            valid.append(mask + here if side == "left" else here + mask)
-        device = self.runner.input_device
-        ragged = any(len(span) != width for span in spans)
-        return (
-            torch.tensor(ids, device=device),
-            torch.tensor(valid, device=device) if ragged else None,
-        )
-
     def _waiting(self, r: int, segment: int, position: int) -> Tensor:
         """The state of a token at the checkpoint after `segment`, `[hidden]`."""
         states = self.ledges.look(r, segment + 1)
@@ -437,41 +420,7 @@ class DepthDecoder:
         head = self.exits.checkpoints[segment].head
         states = head.lift(torch.stack([self._waiting(r, segment, p) for r, p in at]))
         if head.tail_layers:
-            states = self._finish_by_tail(head.tail_layers, at, states)
+            states = finish_by_tail(
+                self.runner, self.cache, self.rows, head.tail_layers, at, states
+            )
         return self.exits.readout(states)
-
-    def _finish_by_tail(self, layers: int, at: Sequence[tuple[int, int]], states: Tensor) -> Tensor:
-        """Run only the last layers on some tokens; the deep pass overwrites their K and V."""
-        by_row: list[list[int]] = [[] for _ in self.rows]  # indices into `at`
-        for k, (r, _) in enumerate(at):
-            by_row[r].append(k)
-        width = max(map(len, by_row))
-        shape = (len(self.rows), width)
-        ids = torch.zeros(shape, dtype=torch.long, device=self.runner.input_device)
-        valid = torch.zeros(shape, dtype=torch.bool, device=ids.device)
-        positions = torch.zeros_like(ids)
-        hidden = states.new_zeros(*shape, states.shape[-1])
-        for r, ks in enumerate(by_row):
-            for column, k in enumerate(ks):
-                position = at[k][1]
-                ids[r, column] = self.rows[r].tokens[position]
-                positions[r, column], valid[r, column] = position, True
-                hidden[r, column] = states[k]
-        n = self.runner.n_layers
-        out = self.runner.run(
-            ids, n - layers, n, cache=self.cache, hidden=hidden, valid=valid,
-            positions=positions, provisional=True,
-        )  # fmt: skip
-        return torch.stack([out[r, by_row[r].index(k)] for k, (r, _) in enumerate(at)])
-
-
-def _stack(states: Sequence[Tensor | None]) -> Tensor:
-    """Ragged states as `[rows, longest, hidden]`, zeros behind."""
-    longest = max((s for s in states if s is not None), key=len)
-    if all(s is not None and len(s) == len(longest) for s in states):
-        return torch.stack([s for s in states if s is not None])
-    out = longest.new_zeros(len(states), *longest.shape)
-    for r, s in enumerate(states):
-        if s is not None:
-            out[r, : len(s)] = s
-    return out
