@@ -1,6 +1,6 @@
 """Measures `off` and scripted exits against bare `generate`, and against what is possible.
 
-    python bench/decode_limit.py $(python scripts/smollm2.py) \\
+    python bench/decode_limit.py $(python scripts/weights.py) \\
         --out bench/results/decode_limit_smollm2.json
     python bench/decode_limit.py random-llama-2048x16 --new 16 --repeats 3 \\
         --out bench/results/decode_limit_random.json
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,45 +33,45 @@ RANDOM = "random-llama-2048x16"
 
 
 @contextmanager
-def timed(modules: list[Any], calls: list[float], tokens: int | None = None) -> Any:
-    """Note the time of each call of some modules; only of passes over `tokens` tokens if given."""
-    began = [0.0]
-
-    def before(*_: Any) -> None:
-        began[0] = time.perf_counter()
-
-    def after(module: Any, inputs: Any, output: Any) -> None:
-        if tokens is None or inputs[0].shape[1] == tokens:
-            calls.append(time.perf_counter() - began[0])
-
-    handles = [m.register_forward_pre_hook(before) for m in modules]
-    handles += [m.register_forward_hook(after) for m in modules]
+def depth(model: Any, layers: int) -> Iterator[None]:
+    """The bare model with its first layers only: what it saves is what the others cost."""
+    whole = model.config.num_hidden_layers
+    model.config.num_hidden_layers = layers
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        model.config.num_hidden_layers = whole
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 @torch.no_grad()
 def by_size(model: Any, parts: Any, rows: int, context: int, sizes: list[int]) -> dict[int, Any]:
-    """What a bare layer and the head cost over n tokens per row, relative to one token."""
+    """Seconds of a bare layer and of the head in a pass over n tokens per row."""
+    n = model.config.num_hidden_layers
     ids = torch.randint(0, model.config.vocab_size, (rows, context + max(sizes)))
     cache = DynamicCache(config=model.config)
     model(ids[:, :context], past_key_values=cache, logits_to_keep=1)
-    layer: dict[int, list[float]] = {size: [] for size in sizes}
-    head: dict[int, list[float]] = {size: [] for size in sizes}
-    for _ in range(10):
+    found: dict[int, dict[str, list[float]]] = {size: {"layer": [], "head": []} for size in sizes}
+    for _ in range(15):
         for size in sizes:
-            with timed(list(parts.layers), layer[size]), timed([parts.head], head[size]):
-                model(ids[:, context : context + size], past_key_values=cache)
+            new = ids[:, context : context + size]
+            whole = seconds_of(lambda: model(new, past_key_values=cache, logits_to_keep=1))  # noqa: B023
             cache.crop(-size)
+            with depth(model, n // 2):
+                half = seconds_of(lambda: model(new, past_key_values=cache, logits_to_keep=1))  # noqa: B023
+            for layer in cache.layers[: n // 2]:
+                layer.crop(-size)
+            state = torch.randn(rows, size, model.config.hidden_size, dtype=model.dtype)
+            found[size]["layer"].append((whole - half) / (n - n // 2))
+            found[size]["head"].append(seconds_of(lambda: parts.head(parts.norm(state))))  # noqa: B023
     return {
-        size: {
-            "layer": statistics.median(layer[size]) / statistics.median(layer[1]),
-            "head": statistics.median(head[size]) / statistics.median(head[1]),
-        }
-        for size in sizes
+        size: {part: statistics.median(seconds) for part, seconds in of.items()}
+        for size, of in found.items()
     }
 
 
@@ -114,7 +115,7 @@ def limit(
     """Seconds that passes must take at the bare run's own rates; one head per token said."""
     seconds = steps * bare["step"]
     for lo, hi, size in passes:
-        seconds += (hi - lo) * bare["layer"] * sizes[size]["layer"]
+        seconds += (hi - lo) * bare["layer"] * sizes[size]["layer"] / sizes[1]["layer"]
         seconds += bare["head"] if hi == n else 0.0
     return seconds + exits * bare["head"]
 
@@ -131,23 +132,21 @@ def measure(model: Any, rows: int, new: int, prompt: int, repeats: int, title: s
     engines = {"off": engine(model, "off", 0.0, rows)}
     engines |= {f"exit {share:.0%}": engine(model, "exit", share, rows) for share in shares}
     parts, n = engines["off"].runner.parts, model.config.num_hidden_layers
-    in_layers: list[float] = []
-    in_head: list[float] = []
 
-    def watched() -> None:
-        with timed(list(parts.layers), in_layers, 1), timed([parts.head], in_head):
-            model.generate(ids, **kwargs)
+    def half(**more: Any) -> None:
+        with depth(model, n // 2):
+            model.generate(ids, **{**kwargs, **more})
 
-    sides: dict[str, Any] = {"bare": lambda: model.generate(ids, **kwargs), "watched": watched}
+    sides: dict[str, Any] = {"bare": lambda: model.generate(ids, **kwargs), "half": half}
     for name, tide in engines.items():
         sides[name] = lambda tide=tide: tide.generate(ids, **kwargs)
     sides["prefill"] = lambda: model.generate(ids, **{**kwargs, "max_new_tokens": 1})
+    sides["half prefill"] = lambda: half(max_new_tokens=1)
     seconds = interleave(sides, repeats, title)
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     # Decoding alone: every side pays the same prefill.
     decode = {name: m - medians["prefill"] for name, m in medians.items() if name != "prefill"}
-    costs = {"layer": statistics.median(in_layers), "head": statistics.median(in_head)}
-    costs["step"] = max(0.0, decode["bare"] / (new - 1) - n * costs["layer"] - costs["head"])
+    decode["half"] += medians["prefill"] - medians["half prefill"]
 
     passes = {"off": [(0, n, 1)] * (new - 1)}
     for share in shares:
@@ -156,12 +155,18 @@ def measure(model: Any, rows: int, new: int, prompt: int, repeats: int, title: s
             script, rows, prompt, new, n // 2, n, TIDEConfig().max_pending
         )
     sizes = sorted({size for ps in passes.values() for _, _, size in ps} | {1})
-    relative = by_size(model, parts, rows, prompt + new // 2, sizes)
+    at = by_size(model, parts, rows, prompt + new // 2, sizes)
+    # Bare runs of whole and half depth, in turn, give layer and step; no hook is in the way.
+    costs = {
+        "layer": (decode["bare"] - decode["half"]) / (new - 1) / (n - n // 2),
+        "head": at[1]["head"],
+    }
+    costs["step"] = decode["bare"] / (new - 1) - n * costs["layer"] - costs["head"]
     out = []
     for name, tide in engines.items():
         depths = tide.last_stats.depths
         exits = sum(any(d[t] < n for d in depths) for t in range(new))
-        least = limit(passes[name], n, costs, relative, exits, new - 1)
+        least = limit(passes[name], n, costs, at, exits, new - 1)
         speedup, possible = decode["bare"] / decode[name], decode["bare"] / least
         out.append(
             {
@@ -181,8 +186,8 @@ def measure(model: Any, rows: int, new: int, prompt: int, repeats: int, title: s
         "bare": quantiles(seconds["bare"]),
         "bare_cost_ms": {part: round(1e3 * value, 3) for part, value in costs.items()},
         "cost_relative_to_one_token": {
-            size: {part: round(value, 2) for part, value in at.items()}
-            for size, at in relative.items()
+            size: {part: round(value / at[1][part], 2) for part, value in of.items()}
+            for size, of in at.items()
         },
         "profiles": out,
     }

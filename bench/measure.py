@@ -67,6 +67,78 @@ def spec_bench(count: int) -> list[dict[str, str]]:
     return picked[:count]
 
 
+def chat(tokenizer: Any, texts: list[str]) -> Any:
+    """Prompts through the tokenizer's template, left-padded."""
+    return tokenizer.apply_chat_template(
+        [[{"role": "user", "content": text}] for text in texts],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+
+
+Side = Callable[[Any], torch.Tensor]
+
+
+def race(
+    sides: dict[str, Side],
+    tokenizer: Any,
+    questions: list[dict[str, str]],
+    after: Callable[[dict[str, torch.Tensor]], None] = lambda out: None,
+) -> list[dict[str, Any]]:
+    """Every prompt through every side in turn; who goes first changes.
+
+    Args:
+        sides: from an encoded prompt to the ids that come out; the first is the baseline.
+        after: called with what each side has made of a prompt.
+
+    Returns:
+        For each side, milliseconds per token and the speed-up over the baseline.
+    """
+    order, first = list(sides), next(iter(sides))
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    tokens: dict[str, list[int]] = {name: [] for name in sides}
+    for turn in track(range(-1, len(questions)), description="prompts"):
+        batch = chat(tokenizer, [questions[max(turn, 0)]["text"]])
+        given = batch["input_ids"].shape[1]
+        out: dict[str, torch.Tensor] = {}
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            began = time.perf_counter()
+            out[name] = sides[name](batch)
+            if turn >= 0:  # the first goes round once more than the others, to warm up
+                seconds[name].append(time.perf_counter() - began)
+                tokens[name].append(out[name].shape[1] - given)
+        if turn >= 0:
+            after(out)
+    per_token = {name: sum(seconds[name]) / sum(tokens[name]) for name in sides}
+    rates = {  # outputs may differ in length, so a prompt's speed is per token too
+        name: [t / s for t, s in zip(tokens[name], seconds[name], strict=True)] for name in sides
+    }
+    rows = []
+    for name in sides:
+        ratios = [ours / bare for ours, bare in zip(rates[name], rates[first], strict=True)]
+        by_category: dict[str, list[float]] = {}
+        for question, ratio in zip(questions, ratios, strict=True):
+            by_category.setdefault(question["category"], []).append(ratio)
+        deciles = statistics.quantiles(ratios, n=10)
+        speedup = per_token[first] / per_token[name]
+        rows.append(
+            {
+                "side": name,
+                "ms_per_token": round(1e3 * per_token[name], 2),
+                "speedup": round(speedup, 3),
+                "speedup_of_a_prompt": {
+                    f"p{p}": round(deciles[p // 10 - 1], 3) for p in (20, 50, 80)
+                },
+                "by_category": {c: round(statistics.mean(r), 3) for c, r in by_category.items()},
+                "tokens": sum(tokens[name]),
+            }
+        )
+        print(f"{name}: {speedup:.3f}x {first}")
+    return rows
+
+
 def report(what: str, args: argparse.Namespace, results: Any, **conditions: Any) -> None:
     """Print the result as one JSON line, with its conditions, and write it to `--out`."""
     document = {

@@ -1,6 +1,6 @@
 """Measures what the depth runner costs: decoding at full depth against the bare model call.
 
-    python bench/runner_overhead.py $(python scripts/smollm2.py) \\
+    python bench/runner_overhead.py $(python scripts/weights.py) \\
         --out bench/results/runner_overhead.json
 
 Both sides decode the same tokens after the same prompt, in blocks that alternate in one process.

@@ -21,7 +21,7 @@ def _fixed_threads() -> None:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The folder of SmolLM2-135M-Instruct, obtained once per machine."""
-    spec = importlib.util.spec_from_file_location("smollm2", ROOT / "scripts" / "smollm2.py")
+    spec = importlib.util.spec_from_file_location("smollm2", ROOT / "scripts" / "weights.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

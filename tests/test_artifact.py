@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ArtifactError, ConfigError
+from tide.exits import files
 from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.blend import Blend
 from tide.exits.heads import ExitHead
 from tide.exits.policy import Gate
 from tide.exits.routers import TokenRouter
@@ -41,7 +44,7 @@ def made(model: Any) -> Artifact:
         32,
         [
             Checkpoint(1, head, TokenRouter(32, 8), Gate(router=0.7, top_probability=0.9)),
-            Checkpoint(3, ExitHead("identity", 32), TokenRouter(32, 4, ("margin",))),
+            Checkpoint(3, ExitHead("identity", 32), blend=Blend(("head", "table"))),
         ],
         TIDEConfig(exit_threshold=0.7, drafts=("table",)),
         torch.arange(40),
@@ -99,18 +102,98 @@ def test_unknown_keys_and_tensors_are_refused(made: Artifact, tmp_path: Path) ->
         ({**header, "schema": 99}, "schema 99 is not 1"),
         ({**header, "config": {"exit_treshold": 1}}, "Did you mean 'exit_threshold'"),
     ):
+        change["digest"] = files.digest(
+            {k: v for k, v in change.items() if k != "digest"}, load_file(path / "tide.safetensors")
+        )
         (path / "tide.json").write_text(json.dumps(change))
         with pytest.raises(ArtifactError, match=words):
             Artifact.load(path)
-    (path / "tide.json").write_text(json.dumps(header))
-    tensors = load_file(path / "tide.safetensors")
-    save_file({**tensors, "surprise": torch.ones(1)}, path / "tide.safetensors")
+    header, tensors = files.read(made.save(tmp_path / "tensors"))
+    files.write(path, header, {**tensors, "surprise": torch.ones(1)})
     with pytest.raises(ArtifactError, match=r"unknown tensors.*surprise"):
         Artifact.load(path)
     tensors.pop("checkpoints.0.router.up.weight")
-    save_file(tensors, path / "tide.safetensors")
+    files.write(path, header, tensors)
     with pytest.raises(ArtifactError, match=r"up\.weight|Missing key"):
         Artifact.load(path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_flipped_byte_is_refused(form: str, made: Artifact, tmp_path: Path) -> None:
+    path = made.save(tmp_path / form)
+
+    def load() -> Artifact | ArtifactError:
+        try:
+            return Artifact.load(path)
+        except ArtifactError as error:
+            return error
+
+    for file in path.iterdir() if path.is_dir() else [path]:
+        good = file.read_bytes()
+        outcomes = []
+        for place in range(len(good) // 50, len(good), len(good) // 20):
+            bad = bytearray(good)
+            bad[place] ^= 1
+            file.write_bytes(bad)
+            outcomes.append(load())
+            if isinstance(outcomes[-1], Artifact):  # padding between the parts of the file
+                assert files.digest(outcomes[-1]._header(), outcomes[-1]._tensors()) == (
+                    files.digest(made._header(), made._tensors())
+                )
+        errors = [str(found) for found in outcomes if isinstance(found, ArtifactError)]
+        assert len(errors) > 10 and all("tide calibrate" in text for text in errors)
+        file.write_bytes(good)
+    Artifact.load(path)
+
+
+def test_an_edited_threshold_is_refused(made: Artifact, tmp_path: Path) -> None:
+    path = made.save(tmp_path / "router") / "tide.json"
+    path.write_text(path.read_text().replace("0.9", "0.1"))
+    with pytest.raises(ArtifactError, match=r"digest differs.*tide calibrate"):
+        Artifact.load(path.parent)
+
+
+def test_an_interruption_leaves_what_was_there(
+    made: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = made.save(tmp_path / "router")
+    made.record["made"] = "again"
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(files, "save_file", interrupt)
+    for name in ("router", "fresh", "fresh.safetensors"):
+        with pytest.raises(KeyboardInterrupt):
+            made.save(tmp_path / name)
+    assert Artifact.load(path).record["made"] == "by a test"
+    assert not (tmp_path / "fresh").exists() and not (tmp_path / "fresh.safetensors").exists()
+
+
+def test_goes_to_the_hub_and_comes_back(
+    made: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = tmp_path / "hub"
+
+    class Api:
+        def create_repo(self, name: str, **_: Any) -> None:
+            assert name == "someone/router"
+
+        def upload_folder(self, repo_id: str, folder_path: str) -> str:
+            shutil.copytree(folder_path, hub / repo_id)
+            return f"hub:{repo_id}"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: hub / name)
+    assert made.push_to_hub("someone/router") == "hub:someone/router"
+    card = (hub / "someone/router/README.md").read_text()
+    assert "library_name: tide" in card and "from tide import TIDE" in card
+    assert Artifact.from_pretrained("someone/router")._header() == made._header()
+    assert Artifact.from_pretrained(hub / "someone/router")._header() == made._header()
+    with pytest.raises(ArtifactError, match=r"neither on disk nor on the hub.*tide calibrate"):
+        monkeypatch.undo()
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        Artifact.from_pretrained("someone/nowhere")
 
 
 class Bomb:

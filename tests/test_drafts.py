@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from statistics import median
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tide.calibration.table import build_table
-from tide.decode.drafts import ContextNGrams, ContinuationTable, DraftLength, Trial
+from tide.decode.drafts import ContextNGrams, DraftLength, TableDrafts, Trial
+from tide.exits.blend import Blend, gather_opinions
+from tide.exits.hints import Hint, RowHints
 from tide.exits.policy import Gate, GatePolicy, Place
 from tide.exits.routers import TokenRouter
+from tide.exits.table import ContinuationTable
 from tide.stats import ExitStats
 
 
@@ -126,7 +130,7 @@ def test_the_two_stage_gate_asks_the_head_only_where_the_router_lets_pass() -> N
         return logits[chosen]
 
     policy = GatePolicy([router], [Gate(router=threshold, top_probability=0.8)])
-    decision = policy.decide(0, hidden, places, head)
+    decision = policy.decide(0, hidden, places, head, lambda chosen: [])
     passed = [i for i in range(20) if scores[i] >= threshold]
     assert read == passed
     top = logits.softmax(-1).amax(-1)
@@ -134,6 +138,81 @@ def test_the_two_stage_gate_asks_the_head_only_where_the_router_lets_pass() -> N
     assert decision.logits is not None
     assert torch.equal(decision.logits, logits[decision.leaves])
     assert decision.scores == scores
+
+
+def test_a_blend_decides_on_what_all_judges_say() -> None:
+    torch.manual_seed(0)
+    router, blend = TokenRouter(8, 4), Blend(("head", "router", "table"))
+    torch.nn.init.normal_(blend.up.weight, std=3.0)
+    hidden, logits = torch.randn(20, 8), torch.randn(20, 5) * 3
+    vocabulary = torch.tensor([3, 5, 7, 8, 9])
+    said = vocabulary[logits.argmax(-1)].tolist()
+    hints = [Hint(table=token if i % 2 else 0, chance=0.5) for i, token in enumerate(said)]
+    opinions = gather_opinions(blend.features, logits, said, router.logit(hidden), hints)
+    assert opinions.shape == (20, 5)
+    assert opinions[:, 3].tolist() == [0.5 if i % 2 else 0.0 for i in range(20)]  # agrees
+    assert opinions[:, 4].tolist() == [0.0 if i % 2 else 0.5 for i in range(20)]  # does not
+    chances = blend(opinions).detach()
+    threshold = float(chances.median())
+    policy = GatePolicy([router], [Gate(blend=threshold)], [blend], lambda i: vocabulary[i])
+    decision = policy.decide(
+        0, hidden, [Place(0, i) for i in range(20)],
+        lambda chosen: logits[chosen], lambda chosen: [hints[i] for i in chosen],
+    )  # fmt: skip
+    assert 5 < len(decision.leaves) < 15
+    assert decision.leaves == [i for i in range(20) if chances[i] >= threshold]
+    assert decision.scores == pytest.approx(chances.tolist())
+    with pytest.raises(ValueError, match="blend threshold but no blend"):
+        GatePolicy([router], [Gate(blend=0.5)])
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.integers(1, 30),
+)
+def test_hints_depend_on_the_tokens_before_them_only(
+    tokens: list[int], guesses: list[int], settled: int
+) -> None:
+    """However many of the tokens are settled, and whatever guesses came and went."""
+    table = ContinuationTable(build_table([[0, 1, 2, 3, 0, 1, 3]], 4))
+    settled = min(settled, len(tokens))
+    hints = RowHints(table)
+    for end in range(1, settled):
+        with_guesses = tokens[:end] + guesses
+        for position in range(end - 1, len(with_guesses)):
+            hints.at(with_guesses, position, end)
+    for position in range(settled - 1, len(tokens)):
+        found = hints.at(tokens, position, settled)
+        before = tokens[: position + 1]
+        wanted = next((n for n in (3, 2, 1) if by_search(before, n, 1)), 0)
+        assert found.matched == wanted
+        assert found.context == (by_search(before, wanted, 1)[0] if wanted else -1)
+        assert [found.table] == (table.propose(before, 1) or [-1])
+
+
+def test_a_table_keeps_within_its_budget() -> None:
+    generator = torch.Generator().manual_seed(0)
+    answers = torch.randint(0, 20, (50, 40), generator=generator).tolist() + [[1, 2, 3, 4] * 9] * 9
+    whole, small = build_table(answers, 20), build_table(answers, 20, budget=13 * 200)
+    sizes = [sum(len(t[f"keys_{n}"]) for n in (1, 2, 3)) for t in (whole, small)]
+    assert sizes[0] > 200 == sizes[1]
+    table = ContinuationTable(small)
+    # What was seen most stays, and what a shorter n-gram says as well need not.
+    assert table.propose([1, 2, 3], 4) == [4, 1, 2, 3]
+    assert len(small["keys_1"]) == 20
+    token, chance = table.next([1]) or (None, 0.0)
+    assert token == 2 and 0.4 < chance < 1
+    assert build_table(answers, 20, budget=0)["keys_3"].numel() == 0
+
+
+def test_a_table_is_asked_by_how_sure_it_is() -> None:
+    table = ContinuationTable(build_table([[1, 2]] * 9 + [[3, 4], [3, 5]], 10))
+    ranges = {"sure": (0.6, 2.0), "likely": (0.4, 0.6), "unsure": (0.0, 0.4)}
+    sources = [TableDrafts(table, name, *between) for name, between in ranges.items()]
+    for tokens, wanted in (([1], "sure"), ([3], "unsure"), ([7], None)):
+        asked = [source.name for source in sources if source.propose(tokens, 3)]
+        assert asked == ([wanted] if wanted else [])
 
 
 def test_summary_is_the_published_text() -> None:

@@ -211,7 +211,7 @@ def test_a_table_is_used_and_an_affine_head_is_asked() -> None:
     config = TIDEConfig(mode="lossless", min_layers=0, drafts=("table",), fixed_drafts=True)
     tide = TIDE(model, exits, config, allow_mismatch=True, check=False)
     assert tide.generate(**options)[0].tolist() == said
-    assert tide.last_stats.accepted["table"] > 15
+    assert sum(tide.last_stats.accepted.values()) > 15
 
     def says(fill: float) -> list[int]:
         made = artifact(strategy="affine")

@@ -53,6 +53,20 @@ def test_audit_tail_checks_every_early_token() -> None:
             assert tide.last_stats.differed == differed
 
 
+@pytest.mark.parametrize("drafts", [(), ("context",)])
+def test_audit_tail_finds_those_that_wait_deeper(drafts: tuple[str, ...]) -> None:
+    tide = TIDE(
+        tiny_model("llama"),
+        artifact(),
+        TIDEConfig(min_layers=0, audit_tail=True, drafts=drafts),
+        policy=ScriptedPolicy(lambda place, checkpoint: checkpoint == 1),
+        allow_mismatch=True,
+        check=False,
+    )
+    tide.generate(**prompts(4), **GREEDY, eos_token_id=None)
+    assert tide.last_stats.audited == tide.last_stats.exited_tokens == 4 * (NEW - 1)
+
+
 @pytest.mark.parametrize("kv", ["deferred", "propagate", "zero_pad"])
 @pytest.mark.parametrize("drafts", [(), ("context",)])
 def test_a_row_does_not_depend_on_its_batch_mates(kv: str, drafts: tuple[str, ...]) -> None:

@@ -151,3 +151,39 @@ def test_the_published_example_runs_unchanged(
     engine = TIDE.TIDE(model, "router.pt", config=config)
     assert engine(tokenizer("Hello there", return_tensors="pt").input_ids).shape[-1] == 49152
     assert engine.last_stats.summary().startswith("Total tokens: 2, Exited: ")
+
+
+def test_calibrates_end_to_end_on_a_small_budget(
+    model: Any, smollm2_path: Path, tmp_path: Path
+) -> None:
+    asks = (
+        "Explain {} to a child.", "What is {}?", "Write a short story about {}.",
+        "List five facts about {}.", "Why does {} matter?", "Describe the history of {}.",
+        "Give me advice on {}.", "How does {} work?",
+    )  # fmt: skip
+    things = (
+        "the sea", "bread", "a bicycle", "the moon", "chess", "rain", "gold", "a violin", "trade",
+        "the heart", "maps", "glass",
+    )  # fmt: skip
+    made = tide.calibrate(
+        model,
+        AutoTokenizer.from_pretrained(smollm2_path, padding_side="left"),
+        tmp_path / "router",
+        TIDEConfig(checkpoint_interval=8, min_layers=16),
+        data=[ask.format(thing) for thing in things for ask in asks],
+        new_tokens=96,
+        vocabulary=4096,
+        epochs=16,
+        quiet=True,
+    )
+    heads = made.record["heads"]
+    at = heads["layers"].index(23)
+    assert heads["agreement"][at] >= heads["identity"][at] + 0.20, heads
+    ids = torch.tensor([AutoTokenizer.from_pretrained(smollm2_path)(TEXT)["input_ids"]])
+    options = {"max_new_tokens": 48, "do_sample": False}
+    lossless = TIDE.TIDE(model, tmp_path / "router")
+    assert torch.equal(lossless.generate(ids, **options), model.generate(ids, **options))
+    early = TIDE.TIDE(model, tmp_path / "router", config=TIDEConfig(exit_threshold=0.5))
+    early.generate(ids, **options)
+    assert early.last_stats.exited_tokens > 0
+    assert early.last_stats.layers_run < early.last_stats.layers_full

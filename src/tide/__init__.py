@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tide.calibration.assess import assess as assess
+    from tide.calibration.pipeline import calibrate as calibrate
     from tide.config import TIDEConfig as TIDEConfig
     from tide.engine import TIDE as TIDE
     from tide.models.attach import attach as attach
@@ -19,10 +21,12 @@ _HOME = {
     "TIDE": "tide.engine",
     "TIDEConfig": "tide.config",
     "ExitStats": "tide.stats",
+    "assess": "tide.calibration.assess",
     "attach": "tide.models.attach",
+    "calibrate": "tide.calibration.pipeline",
 }
 
-__all__ = ["TIDE", "ExitStats", "TIDEConfig", "attach"]
+__all__ = ["TIDE", "ExitStats", "TIDEConfig", "assess", "attach", "calibrate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,17 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PrefixConstrainedLogitsProcessor,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from tide.config import TIDEConfig
 from tide.decode.choose import Chooser
-from tide.decode.drafts import ContextNGrams, ContinuationTable, DraftLength, DraftSource, Trial
+from tide.decode.drafts import (
+    ContextNGrams,
+    DraftLength,
+    DraftSource,
+    TableDrafts,
+    Trial,
+)
 from tide.decode.exits import Exits
 from tide.decode.loop import DepthDecoder
 from tide.decode.output import Output, rows_of
@@ -29,22 +30,14 @@ from tide.errors import ArtifactError, ConfigError, UnsupportedGenerationError
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import Readout
 from tide.exits.policy import Gate, GatePolicy, Policy
+from tide.exits.table import ContinuationTable
+from tide.generation import bind_stop_strings, refuse_modes, refuse_options
 from tide.models.attach import attach
 from tide.models.fingerprint import fingerprint
 from tide.stats import ExitStats
 
-# Options of `generate` that decoding by depth does not take, and why.
-_REFUSED = {
-    "assistant_model": "TIDE guesses and checks by itself",
-    "prompt_lookup_num_tokens": "TIDE guesses and checks by itself",
-    "past_key_values": "TIDE keeps rows at different depths in a cache of its own",
-    "cache_implementation": "TIDE keeps rows at different depths in a cache of its own",
-    "custom_generate": "it is itself a custom_generate",
-    "position_ids": "a token's position is its place in its row",
-    "token_healing": "it would generate a second time",
-    "synced_gpus": "rows leave the batch when they end",
-}
-_PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+# Names and chances, from and below, of what the table is sure of, and less.
+TABLE_RANGES = (("table sure", 0.6, 2.0), ("table", 0.3, 0.6), ("table unsure", 0.0, 0.3))
 
 
 class TIDE:
@@ -88,15 +81,15 @@ class TIDE:
             self.artifact = Artifact(fingerprint(model, parts), self.runner.config.hidden_size)
         else:
             loaded = isinstance(router_path, Artifact)
-            self.artifact = router_path if loaded else Artifact.load(router_path)  # type: ignore
+            self.artifact = router_path if loaded else Artifact.from_pretrained(router_path)  # type: ignore
             self.artifact.require(fingerprint(model, parts), force=allow_mismatch)
             if self.artifact.hidden_size != self.runner.config.hidden_size:
                 raise ArtifactError(
                     f"This artifact is for hidden size {self.artifact.hidden_size}; the model has "
                     f"{self.runner.config.hidden_size}. Calibrate this model with `tide calibrate`."
                 )
-        self._exits = self._make_exits(policy)
         self._table = ContinuationTable(self.artifact.table) if self.artifact.table else None
+        self._exits = self._make_exits(policy)
         self._lengths = DraftLength(self.config.max_draft, self.config.fixed_drafts)
         self._exit_trial = Trial()
         self._lock = threading.RLock()
@@ -117,17 +110,12 @@ class TIDE:
         Raises:
             UnsupportedGenerationError: naming what was asked for and what to do instead.
         """
-        for name, why in _REFUSED.items():
-            if kwargs.get(name):
-                raise UnsupportedGenerationError(
-                    f"engine.generate does not take {name}: {why}. Leave it out, or call "
-                    "model.generate."
-                )
+        refuse_options(kwargs)
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
         streamer = kwargs.get("streamer")
         # A callable decoding loop is handed neither the streamer nor the tokenizer.
-        kwargs = self._with_stop_strings(kwargs)
+        kwargs = bind_stop_strings(kwargs, self.model.generation_config)
 
         def loop(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
             return self._decode(input_ids, streamer, **prepared)
@@ -190,7 +178,7 @@ class TIDE:
         **model_kwargs: Any,
     ) -> Any:
         """The decode loop that `model.generate` calls with everything prepared."""
-        _refuse_modes(generation_config, model_kwargs)
+        refuse_modes(generation_config, model_kwargs)
         limit = self.runner.position_limit
         if limit is not None and generation_config.max_length > limit:
             raise UnsupportedGenerationError(
@@ -252,13 +240,13 @@ class TIDE:
             return []
         if exit_mode and tails:
             return []
+        context = "context" in self.config.drafts
+        table = self._table if "table" in self.config.drafts else None
         sources: list[DraftSource] = []
-        if "context" in self.config.drafts:
-            sources += [ContextNGrams(3), ContextNGrams(2)]
-        if "table" in self.config.drafts and self._table is not None:
-            sources.append(self._table)
-        if "context" in self.config.drafts:
-            sources.append(ContextNGrams(1))  # right least often, so asked last
+        # From the one that is right most often to the least; figures in docs/log.md.
+        for n, (name, least, below) in zip((3, 2, 1), TABLE_RANGES, strict=True):
+            sources += [ContextNGrams(n)] if context else []
+            sources += [TableDrafts(table, name, least, below)] if table is not None else []
         return sources
 
     def _make_exits(self, policy: Policy | None) -> Exits:
@@ -275,46 +263,33 @@ class TIDE:
         device = self.runner.input_device
         for checkpoint in checkpoints:
             checkpoint.head.to(device, self.model.dtype)
-            if checkpoint.router is not None:
-                checkpoint.router.to(device)
+            for judge in (checkpoint.router, checkpoint.blend):
+                if judge is not None:
+                    judge.to(device)
         readout = Readout(parts.norm, parts.head, self.runner.config, self.artifact.vocabulary)
         if policy is None:
             gates = [self._gate(checkpoint) for checkpoint in checkpoints]
-            policy = GatePolicy([c.router for c in checkpoints], gates)
-        return Exits(checkpoints, readout, policy)
+            routers, blends = [c.router for c in checkpoints], [c.blend for c in checkpoints]
+            policy = GatePolicy(routers, gates, blends, readout.tokens)
+        return Exits(checkpoints, readout, policy, self._table)
 
     def _gate(self, checkpoint: Checkpoint) -> Gate:
         """The calibrated thresholds; in mode "exit", `exit_threshold` for the stage that decides.
 
-        The stage that decides is the exit head's top probability where it is asked or there is no
-        router, and the router elsewhere.
+        The stage that decides is the blend where there is one; else the exit head's top probability
+        where it is asked or there is no router; else the router.
         """
         gate, threshold = checkpoint.gate, self.config.exit_threshold
-        uncalibrated = gate.router is None and gate.top_probability is None
-        if not uncalibrated and (self.config.mode != "exit" or threshold is None):
+        if gate != Gate() and (self.config.mode != "exit" or threshold is None):
             return gate
         threshold = 0.85 if threshold is None else threshold
+        if gate.router is not None and gate.router > 1:  # calibration found that no exit pays
+            gate = Gate()
+        if checkpoint.blend is not None:
+            return replace(gate, blend=threshold)
         if checkpoint.router is None or gate.top_probability is not None:
             return replace(gate, top_probability=threshold)
         return Gate(router=threshold)
-
-    def _with_stop_strings(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Turn `stop_strings` and `tokenizer` into a criterion, as `generate` itself would."""
-        kwargs = dict(kwargs)
-        tokenizer = kwargs.pop("tokenizer", None)
-        config = kwargs.get("generation_config") or self.model.generation_config
-        strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
-        if strings is None:
-            return kwargs
-        if tokenizer is None:
-            raise UnsupportedGenerationError("stop_strings needs tokenizer=... beside it.")
-        if getattr(config, "stop_strings", None) is not None:
-            kwargs["generation_config"] = GenerationConfig.from_dict(
-                {**config.to_dict(), "stop_strings": None}
-            )
-        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-        return {**kwargs, "stopping_criteria": criteria}
 
 
 def _check_checkpoints(checkpoints: list[Checkpoint], depth: int, config: TIDEConfig) -> None:
@@ -336,30 +311,4 @@ def _check_checkpoints(checkpoints: list[Checkpoint], depth: int, config: TIDECo
         raise ConfigError(
             f"Tail heads over {sorted(tails)} layers at checkpoints {layers}; all heads must "
             "finish through the same last layers, which lie above every checkpoint."
-        )
-
-
-def _refuse_modes(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    mode = config.get_generation_mode()
-    if mode not in _PLAIN_MODES:
-        raise UnsupportedGenerationError(
-            f"{mode.value} is not decoded by depth; TIDE does greedy search and sampling. "
-            "Set num_beams=1 and leave out the other options, or call model.generate."
-        )
-    for name in ("output_attentions", "output_hidden_states", "output_scores", "output_logits"):
-        if getattr(config, name, False) and config.return_dict_in_generate:
-            raise UnsupportedGenerationError(
-                f"{name}=True is not available when layers are skipped. Leave it out, or call "
-                "model.generate."
-            )
-    if getattr(config, "guidance_scale", None) not in (None, 1.0):
-        raise UnsupportedGenerationError(
-            "guidance_scale runs the model a second time for every token. Leave it out."
-        )
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise UnsupportedGenerationError("TIDE needs token ids; got inputs_embeds.")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise UnsupportedGenerationError(
-            "TIDE cannot continue from a cache that another loop has filled. Pass the whole prompt."
         )

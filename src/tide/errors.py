@@ -38,3 +38,7 @@ class UnsupportedGenerationError(TideError, ValueError):
 
 class DataError(TideError, ValueError):
     """Calibration data cannot be had, or is not what it should be."""
+
+
+class MissingPackageError(TideError, ImportError):
+    """Something was asked for that needs a package which is not installed."""

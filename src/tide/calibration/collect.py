@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -39,6 +42,7 @@ class CollectPlan:
         seed: of the sampling.
         documents: fingerprint of the documents.
         model: fingerprint of the model's weights.
+        dtype: in which the model answered.
     """
 
     layers: tuple[int, ...]
@@ -51,6 +55,7 @@ class CollectPlan:
     seed: int
     documents: str
     model: str
+    dtype: str
 
 
 @dataclass
@@ -61,15 +66,28 @@ class Unit:
         states: after each checkpoint, and after the last layer, `[layers + 1, positions, hidden]`.
         top_tokens: the full model's likeliest next tokens, `[positions, top_k]`.
         top_logprobs: their log-probabilities, `[positions, top_k]`.
-        context: the token at each position, and the two before it, `[positions, 3]`.
-        document: number of the document, `[positions]`.
+        tokens: prompts and answers, one document after the other, `[tokens]`.
+        ends: where each document ends in `tokens`, `[documents]`.
+        prompts: length of each prompt, `[documents]`.
     """
 
     states: Tensor
     top_tokens: Tensor
     top_logprobs: Tensor
-    context: Tensor
-    document: Tensor
+    tokens: Tensor
+    ends: Tensor
+    prompts: Tensor
+
+    def documents(self) -> list[tuple[list[int], int]]:
+        """Each document's tokens and the length of its prompt.
+
+        Its positions run from the last token of the prompt to the last but one of the answer.
+        """
+        tokens, ends = self.tokens.tolist(), self.ends.tolist()
+        return [
+            (tokens[begin:end], prompt)
+            for begin, end, prompt in zip([0, *ends], ends, self.prompts.tolist(), strict=False)
+        ]
 
 
 Progress = Callable[[int, int], None]
@@ -88,7 +106,7 @@ class Collection:
         folder.mkdir(parents=True, exist_ok=True)
         note, wanted = folder / "plan.json", json.loads(json.dumps(asdict(plan)))
         if not note.exists():
-            _write_whole(note, lambda path: path.write_text(json.dumps(wanted, indent=2)))
+            write_whole(note, lambda path: path.write_text(json.dumps(wanted, indent=2)))
         elif json.loads(note.read_text()) != wanted:
             raise DataError(
                 f"{folder} holds a collection made with other settings. Remove it to start anew, "
@@ -102,16 +120,27 @@ class Collection:
     def units(self, split: str) -> Iterator[Unit]:
         """The units of a split, in order, one at a time."""
         for path in sorted(self.folder.glob(f"{split}-*.safetensors")):
-            tensors = load_file(path)
-            yield Unit(**{name: tensors[name] for name in Unit.__dataclass_fields__})
+            yield Unit(**load_file(path))
+
+    def states(self, split: str, index: int) -> Iterator[Tensor]:
+        """One layer's states of each unit of a split, `[positions, hidden]`; no more is read."""
+        for path in sorted(self.folder.glob(f"{split}-*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                yield file.get_slice("states")[index]
+
+    def answers_by_unit(self, split: str) -> Iterator[list[list[int]]]:
+        """The answers of each unit of a split, in order, as token ids."""
+        names = ("tokens", "ends", "prompts")
+        for path in sorted(self.folder.glob(f"{split}-*.safetensors")):
+            with safe_open(path, framework="pt") as file:  # the states stay on disk
+                nothing = torch.empty(0)
+                unit = Unit(nothing, nothing, nothing, *(file.get_tensor(name) for name in names))
+            yield [tokens[prompt:] for tokens, prompt in unit.documents()]
 
     def answers(self, split: str) -> Iterator[list[int]]:
         """The answers of a split, in order, as token ids."""
-        for path in sorted(self.folder.glob(f"{split}-*.safetensors")):
-            tensors = load_file(path)
-            ends = tensors["answer_ends"].tolist()
-            tokens = tensors["answers"].tolist()
-            yield from (tokens[a:b] for a, b in zip([0, *ends], ends, strict=False))
+        for answers in self.answers_by_unit(split):
+            yield from answers
 
     def collect(
         self,
@@ -120,20 +149,14 @@ class Collection:
         documents: Documents,
         *,
         splits: Sequence[str] = ("fit", "gate"),
-        rank: int | None = None,
-        world: int | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        """Write every unit that is not there yet.
+        """Write every unit of this process's share; the first process waits for the others.
 
         Args:
-            rank, world: which share of the units is this process's; by default what `torchrun` and
-                `accelerate launch` say.
             progress: called with the units done and their total.
         """
-        rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-        world = int(os.environ.get("WORLD_SIZE", 1)) if world is None else world
-        size = self.plan.unit
+        (rank, world), size = process(), self.plan.unit
         todo = [
             (split, number, texts[number * size : (number + 1) * size])
             for split in splits
@@ -145,7 +168,11 @@ class Collection:
             path = self.path(split, number)
             if done % world == rank and not path.exists():
                 tensors = self._unit(runner, tokenizer, texts, split, number)
-                _write_whole(path, lambda p, t=tensors: save_file(t, p))  # type: ignore[misc]
+                write_whole(path, lambda p, t=tensors: save_file(t, p))  # type: ignore[misc]
+        paths = [self.path(split, number) for split, number, _ in todo]
+        while rank == 0 and (there := sum(path.exists() for path in paths)) < len(paths):
+            progress(there, len(todo))
+            time.sleep(0.2)
         progress(len(todo), len(todo))
 
     @torch.no_grad()
@@ -165,23 +192,22 @@ class Collection:
             # Every token of the text but the first is predicted from what stands before it.
             prompts = [ids[:1] for ids in encode_texts(tokenizer, texts, plan.max_tokens)]
             answers = [ids[1:] for ids in encode_texts(tokenizer, texts, plan.max_tokens)]
-        parts: dict[str, list[Tensor]] = {}
-        for k, (prompt, said) in enumerate(zip(prompts, answers, strict=True)):
-            if not said:
-                continue
-            for name, tensor in self._along(runner, prompt, said).items():
-                parts.setdefault(name, []).append(tensor)
-            here = torch.full((len(said),), number * plan.unit + k, dtype=torch.int32)
-            parts.setdefault("document", []).append(here)
-        if not parts:
+        # A prompt to which nothing was said has no position.
+        pairs = [pair for pair in zip(prompts, answers, strict=True) if pair[1]]
+        if not pairs:
             raise DataError(f"The model said nothing to the prompts of {split} unit {number}.")
+        parts = [self._along(runner, prompt, said) for prompt, said in pairs]
         joined = {
-            name: torch.cat(tensors, dim=1 if name == "states" else 0)
-            for name, tensors in parts.items()
+            name: torch.cat([part[name] for part in parts], dim=1 if name == "states" else 0)
+            for name in parts[0]
         }
-        ends = torch.tensor([len(said) for said in answers]).cumsum(0)
-        flat = torch.tensor([t for said in answers for t in said], dtype=torch.int32)
-        return {**joined, "answers": flat, "answer_ends": ends}
+        lengths = torch.tensor([len(prompt) + len(said) for prompt, said in pairs])
+        return {
+            **joined,
+            "tokens": torch.tensor([t for pair in pairs for t in (*pair[0], *pair[1])]).int(),
+            "ends": lengths.cumsum(0),
+            "prompts": torch.tensor([len(prompt) for prompt, _ in pairs]),
+        }
 
     def _along(self, runner: DepthRunner, prompt: list[int], said: list[int]) -> dict[str, Tensor]:
         """States and the full model's word at each position from which `said` was predicted."""
@@ -195,15 +221,17 @@ class Collection:
         assert hidden is not None
         logprobs = runner.logits(hidden[0, first:-1]).float().log_softmax(-1)
         top = logprobs.topk(min(self.plan.top_k, logprobs.shape[-1]), dim=-1)
-        padded = torch.nn.functional.pad(ids[0], (2, 0), value=-1)
-        context = padded.unfold(0, 3, 1)[first:-1]
         return {
             # bf16 has the range of fp32, which the few very large activations need.
             "states": torch.stack(states).bfloat16(),
             "top_tokens": top.indices.int().cpu(),
             "top_logprobs": top.values.half().cpu(),
-            "context": context.int().cpu(),
         }
+
+
+def process() -> tuple[int, int]:
+    """Which process this is and how many there are, as `torchrun` and `accelerate launch` say."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def answer(
@@ -226,8 +254,8 @@ def answer(
     return said
 
 
-def _write_whole(path: Path, write: Callable[[Path], Any]) -> None:
+def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a file so that it is there whole or not at all."""
-    scratch = path.with_name(f".{os.getpid()}-{path.name}")
+    scratch = path.with_name(f".{uuid4().hex}-{path.name}")
     write(scratch)
     scratch.replace(path)

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from tide.exits.heads import Readout
+from tide.exits.blend import Blend, gather_opinions
+from tide.exits.heads import ExitHead, Readout
+from tide.exits.hints import Hint
 from tide.exits.routers import TokenRouter
 from tide.models.depth import DepthRunner
 
@@ -22,7 +24,7 @@ class Costs:
     Attributes:
         layer: one layer.
         head: final norm and the whole head.
-        exit_head: final norm and the vocabulary that exit heads read.
+        exit_head: an exit head as it is asked: affine map, norm, the vocabulary read, the blend.
         router: one router, its answer read.
     """
 
@@ -38,7 +40,12 @@ class Costs:
 
 @torch.no_grad()
 def measure_costs(
-    runner: DepthRunner, exit_readout: Readout, router: TokenRouter, *, context: int = 128
+    runner: DepthRunner,
+    exit_readout: Readout,
+    head: ExitHead,
+    router: TokenRouter,
+    *,
+    context: int = 128,
 ) -> Costs:
     """Measure in turns, after a prompt of at most `context` tokens, and take medians."""
     n = runner.n_layers
@@ -46,6 +53,8 @@ def measure_costs(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, runner.config.vocab_size, (1, context + 1), generator=generator)
     ids = ids.to(runner.input_device)
+    head, router = head.to(exit_readout.device, exit_readout.dtype), router.to(exit_readout.device)
+    blend, hint = Blend().to(exit_readout.device), [Hint()]
     with runner:
         cache = runner.new_cache(1)
         runner.run(ids[:, :context], 0, n, cache=cache)
@@ -59,21 +68,34 @@ def measure_costs(
 
             return run
 
+        def exit_head() -> None:
+            logits = exit_readout(head.lift(state.to(exit_readout.device)))
+            said = exit_readout.tokens(logits.argmax(-1)).tolist()
+            blend(gather_opinions(blend.features, logits, said, None, hint)).item()
+
         sides: dict[str, Callable[[], Any]] = {
             "all": layers(n),
             "part": layers(part),
             "head": lambda: runner.logits(state).argmax(-1).item(),
-            "exit_head": lambda: exit_readout(state).argmax(-1).item(),
-            "router": lambda: router(state.to(router.up.weight.dtype)).item(),
+            "exit_head": exit_head,
+            "router": lambda: router(state.to(router.up.weight)).item(),
         }
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(12):
             for name, run in sides.items():
+                _wait()
                 began = time.perf_counter()
                 run()
+                _wait()
                 if turn >= 2:
                     seconds[name].append(time.perf_counter() - began)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     # The difference leaves out what every pass costs, however deep it goes.
     layer = max((median["all"] - median["part"]) / max(n - part, 1), 1e-9)
     return Costs(layer, median["head"], median["exit_head"], median["router"])
+
+
+def _wait() -> None:
+    """Let an accelerator finish what it was given, so that it is timed where it belongs."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

@@ -70,7 +70,7 @@ def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> 
 
 
 def split_documents(
-    texts: Sequence[str], *, seed: int = 0, gate: float = 0.15, certify: float = 0.15
+    texts: Sequence[str], *, seed: int = 0, gate: float = 0.2, certify: float = 0.15
 ) -> Documents:
     """Split texts by document, at random by `seed`.
 

@@ -6,6 +6,7 @@ is the full model's. Neither ever sees more than a few units at a time.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 
 from tide.calibration.collect import Collection, Unit
 from tide.exits.heads import ExitHead, Readout
-from tide.exits.routers import TokenRouter, head_features
+from tide.exits.routers import TokenRouter
 
 Progress = Callable[[int, int], None]
 _SHUFFLED = 8  # units that are mixed at a time
+_READ = 1024  # positions read at a time: logits over a whole vocabulary are large
 
 
 @dataclass
@@ -66,7 +68,7 @@ def fit_heads(
     *,
     epochs: int = 2,
     batch: int = 512,
-    rate: float = 1e-3,
+    rate: float = 2e-3,
     seed: int = 0,
     progress: Progress = lambda done, total: None,
 ) -> list[ExitHead]:
@@ -79,13 +81,13 @@ def fit_heads(
         strategies: of each checkpoint, in the order of the plan's layers.
     """
     torch.manual_seed(seed)
-    heads = [ExitHead(strategy, hidden_size) for strategy in strategies]
+    heads = [ExitHead(strategy, hidden_size).to(readout.device) for strategy in strategies]
     trained = [(i, head) for i, head in enumerate(heads) if head.affine is not None]
     if not trained:
         return heads
     parameters = [p for _, head in trained for p in head.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
-    total = epochs * sum(1 for _ in batches(collection, "fit", batch, seed))
+    total = epochs * count_batches(collection, "fit", batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=max(total, 2))
     done = 0
     for epoch in range(epochs):
@@ -93,15 +95,13 @@ def fit_heads(
             target = _target(piece, readout)
             optimizer.zero_grad(set_to_none=True)
             for i, head in trained:
-                logits = readout(head.lift(piece.states[i]).to(readout.dtype)).float()
-                _loss(logits, *target).backward()
+                states = piece.states[i].to(readout.device)
+                _loss(readout(head.lift(states).to(readout.dtype)).float(), *target).backward()
             optimizer.step()
             schedule.step()
             done += 1
             progress(done, total)
-    for head in heads:
-        head.requires_grad_(False)
-    return heads
+    return [head.cpu().requires_grad_(False) for head in heads]
 
 
 def _target(piece: Batch, readout: Readout) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,8 @@ def _target(piece: Batch, readout: Readout) -> tuple[Tensor, Tensor]:
 
     Tokens outside of it get no weight; a position of which none is inside teaches nothing.
     """
-    index, p = piece.top_tokens.long(), piece.top_logprobs.float().exp()
+    index = piece.top_tokens.long().to(readout.device)
+    p = piece.top_logprobs.float().exp().to(readout.device)
     if readout.vocabulary is not None:
         place = torch.searchsorted(readout.vocabulary, index).clamp_max(len(readout.vocabulary) - 1)
         p = p * (readout.vocabulary[place] == index)
@@ -122,43 +123,26 @@ def _loss(logits: Tensor, index: Tensor, p: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def agreement(
-    collection: Collection, split: str, readout: Readout, heads: Sequence[ExitHead]
-) -> list[float]:
-    """Share of positions at which each head says the full model's token."""
-    right, total = torch.zeros(len(heads)), 0
-    for unit in collection.units(split):
-        total += unit.states.shape[1]
-        for i, head in enumerate(heads):
-            said = _say(readout, head, unit.states[i].float())[0]
-            right[i] += (said == unit.top_tokens[:, 0]).sum()
-    return (right / total).tolist()
+def read_out(readout: Readout, head: ExitHead, states: Tensor) -> Iterator[Tensor]:
+    """Logits of an exit head, as it is served, for some states; a piece at a time, `[some, v]`."""
+    for piece in states.split(_READ):
+        yield readout(head.lift(piece.to(readout.device, readout.dtype))).float()
 
 
-def _say(readout: Readout, head: ExitHead, states: Tensor) -> tuple[Tensor, Tensor]:
-    """The head's token, `[n]`, and its logits, `[n, v]`."""
-    logits = readout(head.lift(states).to(readout.dtype))
-    return readout.tokens(logits.argmax(-1)), logits
-
-
-@dataclass
-class _Scored:
-    """What a router learns from, at one checkpoint."""
-
-    states: Tensor  # [n, hidden]
-    features: Tensor | None  # [n, features]
-    settled: Tensor  # [n], 1 where the token may leave
+def as_served(heads: Sequence[ExitHead], readout: Readout) -> list[ExitHead]:
+    """Copies of exit heads where, and in the precision in which, they will be asked."""
+    return [copy.deepcopy(head).to(readout.device, readout.dtype) for head in heads]
 
 
 def fit_router(
     collection: Collection,
     readout: Readout,
-    heads: Sequence[ExitHead],
+    head: ExitHead,
     checkpoint: int,
     hidden_size: int,
     bottleneck: int,
+    stop_on: Sequence[Tensor],
     *,
-    features: tuple[str, ...] = (),
     label: str = "agreement",
     convergence_threshold: float = 0.98,
     epochs: int = 20,
@@ -168,41 +152,43 @@ def fit_router(
     """Fit the router of one checkpoint, class-balanced, stopped early on the gate split.
 
     Args:
+        head: as it is served.
+        stop_on: for each unit of the gate split, which positions may stop it early.
         label: "agreement", whether the head says the full model's token; or "cosine", whether the
             state is within `convergence_threshold` of the last one before the final norm, as
             published.
     """
     torch.manual_seed(seed)
-    router = TokenRouter(hidden_size, bottleneck, features)
+    router = TokenRouter(hidden_size, bottleneck)
     optimizer = torch.optim.AdamW(router.parameters(), lr=1e-3, weight_decay=1e-2)
-
-    def scored(split: str) -> Iterator[_Scored]:
-        for unit in collection.units(split):
-            yield _score(unit, readout, heads, checkpoint, features, label, convergence_threshold)
-
-    positives = total = 0.0
-    for piece in scored("fit"):
-        positives += float(piece.settled.sum())
-        total += len(piece.settled)
-    share = min(max(positives / total, 1e-3), 1 - 1e-3)
+    settled = {
+        split: [
+            _settled(unit, readout, head, checkpoint, label, convergence_threshold)
+            for unit in collection.units(split)
+        ]
+        for split in ("fit", "gate")
+    }
+    share = float(torch.cat(settled["fit"]).mean().clamp(1e-3, 1 - 1e-3))
     weights = torch.tensor([0.5 / (1 - share), 0.5 / share])
+
+    def loss_of(states: Tensor, right: Tensor) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(
+            router.logit(states.float()), right, weight=weights[right.long()]
+        )
 
     best, best_loss, waited = router.state_dict(), float("inf"), 0
     for _ in range(epochs):
-        router.train()
-        for piece in scored("fit"):
-            for rows in torch.randperm(len(piece.settled)).split(512):
-                loss = _router_loss(router, piece, rows, weights)
+        for states, right in zip(collection.states("fit", checkpoint), settled["fit"], strict=True):
+            for rows in torch.randperm(len(right)).split(512):
                 optimizer.zero_grad(set_to_none=True)
-                loss.backward()
+                loss_of(states[rows], right[rows]).backward()
                 optimizer.step()
-        router.eval()
         with torch.no_grad():
-            losses = [
-                float(_router_loss(router, piece, torch.arange(len(piece.settled)), weights))
-                for piece in scored("gate")
-            ]
-        loss_now = sum(losses) / len(losses)
+            held_out = zip(
+                collection.states("gate", checkpoint), settled["gate"], stop_on, strict=True
+            )
+            losses = [loss_of(states[rows], right[rows]) for states, right, rows in held_out]
+        loss_now = float(torch.stack([loss for loss in losses if loss.isfinite()]).mean())
         if loss_now < best_loss:
             best_loss, waited = loss_now, 0
             best = {name: value.clone() for name, value in router.state_dict().items()}
@@ -214,39 +200,30 @@ def fit_router(
     return router.eval().requires_grad_(False)
 
 
-def _router_loss(router: TokenRouter, piece: _Scored, rows: Tensor, weights: Tensor) -> Tensor:
-    features = None if piece.features is None else piece.features[rows]
-    settled = piece.settled[rows]
-    logits = router.logit(piece.states[rows], features)
-    return nn.functional.binary_cross_entropy_with_logits(
-        logits, settled, weight=weights[settled.long()]
-    )
-
-
 @torch.no_grad()
-def _score(
+def _settled(
     unit: Unit,
     readout: Readout,
-    heads: Sequence[ExitHead],
+    head: ExitHead,
     checkpoint: int,
-    features: tuple[str, ...],
     label: str,
     convergence_threshold: float,
-) -> _Scored:
-    states = unit.states[checkpoint].float()
-    said, logits = _say(readout, heads[checkpoint], states)
-    settled = said == unit.top_tokens[:, 0]
+) -> Tensor:
+    """1 where a token may leave, `[positions]`."""
     if label == "cosine":
-        last = unit.states[-1].float()
-        settled = nn.functional.cosine_similarity(states, last, dim=-1) >= convergence_threshold
-    seen = None
-    if features:
-        before = None
-        if checkpoint:
-            above = unit.states[checkpoint - 1].float()
-            before = _say(readout, heads[checkpoint - 1], above)[1].argmax(-1).tolist()
-        seen = head_features(features, logits, before)
-    return _Scored(states, seen, settled.float())
+        states, last = unit.states[checkpoint].float(), unit.states[-1].float()
+        near = nn.functional.cosine_similarity(states, last, dim=-1) >= convergence_threshold
+        return near.float()
+    pieces = read_out(readout, head, unit.states[checkpoint])
+    said = torch.cat([readout.tokens(logits.argmax(-1)).cpu() for logits in pieces])
+    return (said == unit.top_tokens[:, 0]).float()
+
+
+def count_batches(collection: Collection, split: str, size: int) -> int:
+    """How many batches `batches` will give; reads no states."""
+    lengths = [sum(map(len, unit)) for unit in collection.answers_by_unit(split)]
+    groups = [sum(lengths[k : k + _SHUFFLED]) for k in range(0, len(lengths), _SHUFFLED)]
+    return sum(-(-positions // size) for positions in groups)
 
 
 def batches(collection: Collection, split: str, size: int, seed: int) -> Iterator[Batch]:

@@ -6,12 +6,11 @@ first that has a guess is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-from torch import Tensor
+from tide.exits.table import ContinuationTable
 
 
 class DraftSource(Protocol):
@@ -50,45 +49,27 @@ class ContextNGrams:
         return [] if place is None else list(tokens[place : place + limit])
 
 
-class ContinuationTable:
-    """Looks up the most frequent continuation of the last 3, 2, 1 tokens, token by token.
+class TableDrafts:
+    """What the table says, where it is as sure of the next token as `least` but not as `below`.
 
-    The table is a set of sorted arrays, made by calibration from the model's own answers:
-    `keys_n` holds the n-grams as numbers in base `vocabulary_size`, `next_n` the token after each.
+    Ranges are sources of their own: how often the table is right is what its chance says, and a
+    sure guess may go further.
 
     Args:
-        tensors: `keys_n` int64 and `next_n` int32 of equal length for some n, and
-            `vocabulary_size`, one number.
+        table: the artifact's.
+        name: of the range.
+        least, below: the range.
     """
 
-    name = "table"
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.base = int(tensors["vocabulary_size"])
-        orders = sorted((int(k[5:]) for k in tensors if k.startswith("keys_")), reverse=True)
-        self._levels = [
-            (n, tensors[f"keys_{n}"].numpy(), tensors[f"next_{n}"].numpy()) for n in orders
-        ]
+    def __init__(self, table: ContinuationTable, name: str, least: float, below: float) -> None:
+        self.table, self.name, self.least, self.below = table, name, least, below
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
         """See `DraftSource.propose`."""
-        recent = list(tokens[-max((n for n, _, _ in self._levels), default=1) :])
-        guessed: list[int] = []
-        while len(guessed) < limit and (token := self._next(recent)) is not None:
-            guessed.append(token)
-            recent = [*recent[1:], token]
-        return guessed
-
-    def _next(self, recent: Sequence[int]) -> int | None:
-        for n, keys, following in self._levels:
-            if len(recent) >= n:
-                key = 0
-                for token in recent[-n:]:
-                    key = key * self.base + token
-                place = int(np.searchsorted(keys, key))
-                if place < len(keys) and keys[place] == key:
-                    return int(following[place])
-        return None
+        found = self.table.next(tokens[-self.table.longest :])
+        if found is None or not self.least <= found[1] < self.below:
+            return []
+        return self.table.propose(tokens, limit)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from tide.decode.ledges import Ledges
 from tide.decode.prefill import prefill
 from tide.decode.rows import Left, Row
 from tide.decode.waterline import Waterlines
+from tide.exits.hints import Hint, RowHints
 from tide.exits.policy import Decision, Place
 from tide.models.depth import DepthRunner
 from tide.stats import ExitStats
@@ -82,6 +83,7 @@ class DepthDecoder:
         self.cache = runner.new_cache(len(rows))
         self.waterlines = Waterlines(len(rows), len(self.segments), config.max_pending)
         self.ledges = Ledges(len(rows), len(self.segments))
+        self.hints = {row.index: RowHints(exits.table) for row in rows}
         self._round: _Round | None = None
 
     @property
@@ -232,7 +234,11 @@ class DepthDecoder:
         states = torch.stack([self._waiting(r, segment, position) for r, position in at])
         places = [Place(self.rows[r].index, position) for r, position in at]
         decision = self.exits.policy.decide(
-            segment, states, places, lambda chosen: self._read(segment, [at[k] for k in chosen])
+            segment,
+            states,
+            places,
+            lambda chosen: self._read(segment, [at[k] for k in chosen]),
+            lambda chosen: [self._hint(*at[k]) for k in chosen],
         )
         if decision.leaves:
             self._leave(segment, decision, [at[k] for k in decision.leaves])
@@ -400,9 +406,11 @@ class DepthDecoder:
         """Send all that waits to full depth, so that no early token stays unchecked."""
         segment = 0
         while segment < self.last:
-            segment, spans, states = self._pass(segment + 1)
-            if segment < self.last:
-                self._put_on_ledge(segment, spans, states)
+            segment += 1
+            if self._waiting_before(segment):
+                segment, spans, states = self._pass(segment)
+                if segment < self.last:
+                    self._put_on_ledge(segment, spans, states)
         self._settle_at_full_depth(spans, states)
 
     def _sync_cache(self) -> None:
@@ -414,6 +422,10 @@ class DepthDecoder:
         """The state of a token at the checkpoint after `segment`, `[hidden]`."""
         states = self.ledges.look(r, segment + 1)
         return states[position - self.waterlines.passed[r][segment + 1]]
+
+    def _hint(self, r: int, position: int) -> Hint:
+        row = self.rows[r]
+        return self.hints[row.index].at(row.tokens, position, row.settled)
 
     def _read(self, segment: int, at: Sequence[tuple[int, int]]) -> Tensor:
         """Logits of the exit head at a checkpoint for some tokens, `[n, v]`."""

@@ -7,14 +7,16 @@ goes to full depth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache as cache_function
 
 import torch
 from torch import Tensor
 
 from tide.config import TIDEConfig
 from tide.decode.exits import Exits
+from tide.exits.hints import Hint, RowHints
 from tide.exits.policy import Place
 from tide.models.cache import WaterlineCache
 from tide.models.depth import DepthRunner
@@ -72,12 +74,18 @@ def prefill(
         shape = (*ids.shape, exits.readout.size)
         logits = torch.zeros(shape, dtype=runner.model.dtype, device=ids.device)
 
+    @cache_function
+    def hints(row: int) -> list[Hint]:
+        """Of every token of a prompt; a policy may do without."""
+        tokens, found = ids[row][valid[row]].tolist(), RowHints(exits.table)
+        return [found.at(tokens, at, at + 1) for at in range(len(tokens))]
+
     columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     first = runner.run(ids, *segments[0], cache=cache, valid=valid)
     running = _Running(columns, valid, first)
     for segment, (_, hi) in enumerate(segments[:-1]):
         may_leave = running.valid & ~final.gather(1, running.columns)
-        leaves, read = _ask(exits, segment, running, may_leave, places, rows, with_logits)
+        leaves, read = _ask(exits, segment, running, may_leave, places, rows, hints, with_logits)
         if int(leaves.sum()) > config.compaction_threshold * int(running.valid.sum()):
             gone, running = _split(running, leaves)
             at = gone.columns
@@ -109,6 +117,7 @@ def _ask(
     may_leave: Tensor,
     places: Tensor,
     rows: Sequence[int],
+    hints: Callable[[int], list[Hint]],
     with_logits: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Who leaves, boolean as `may_leave`, and the exit head's logits for them, row by row."""
@@ -124,7 +133,10 @@ def _ask(
     def read(chosen: Sequence[int]) -> Tensor:
         return exits.readout(head.lift(hidden[list(chosen)]))
 
-    decision = exits.policy.decide(segment, hidden, asked, read, with_logits=with_logits)
+    def hint(chosen: Sequence[int]) -> list[Hint]:
+        return [hints(int(row[i]))[positions[i]] for i in chosen]
+
+    decision = exits.policy.decide(segment, hidden, asked, read, hint, with_logits=with_logits)
     left = torch.tensor(decision.leaves, dtype=torch.long, device=row.device)
     leaves[row[left], k[left]] = True
     return leaves, decision.logits

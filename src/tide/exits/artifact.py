@@ -1,42 +1,44 @@
 """Gives the artifact: what calibration made for one model, as JSON and safetensors.
 
-A folder with `tide.json` and `tide.safetensors`, or one `.safetensors` file with the JSON in its
-metadata. A `.pt` file holds the same and is read with `weights_only=True`, so no artifact can run
-code. Unknown keys, missing tensors and another model's fingerprint are errors.
+The forms it may have on disk are in `tide.exits.files`. Unknown keys, missing tensors and another
+model's fingerprint are errors.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tide.config import EXIT_STRATEGIES, TIDEConfig
 from tide.errors import ArtifactError
+from tide.exits import files
+from tide.exits.blend import Blend
+from tide.exits.card import model_card
 from tide.exits.heads import ExitHead
 from tide.exits.policy import Gate
 from tide.exits.routers import TokenRouter
 from tide.models.fingerprint import Fingerprint
 
 SCHEMA = 1
-_JSON, _TENSORS = "tide.json", "tide.safetensors"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass
 class Checkpoint:
-    """One exit: the layer after which it sits (from 0), its head, its router and its thresholds."""
+    """One exit: the layer after which it sits (from 0), its head, and what decides who leaves."""
 
     layer: int
     head: ExitHead
     router: TokenRouter | None = None
     gate: Gate = field(default_factory=Gate)
+    blend: Blend | None = None
 
 
 @dataclass
@@ -64,15 +66,7 @@ class Artifact:
     def save(self, path: str | Path) -> Path:
         """Write a folder, or one file if `path` ends in `.safetensors` or `.pt`."""
         path = Path(path)
-        header, tensors = json.dumps(self._header(), indent=2), self._tensors()
-        if path.suffix == ".pt":
-            torch.save({"header": header, "tensors": tensors}, path)
-        elif path.suffix == ".safetensors":
-            save_file(tensors, path, metadata={"tide": header})
-        else:
-            path.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, path / _TENSORS)
-            (path / _JSON).write_text(header + "\n")
+        files.write(path, self._header(), self._tensors())
         return path
 
     @classmethod
@@ -83,14 +77,48 @@ class Artifact:
             ArtifactError: if it is missing, damaged, of another schema, or not an artifact.
         """
         path = Path(path)
-        header, tensors = _read(path)
+        header, tensors = files.read(path)
         try:
             return cls._from(header, tensors)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ArtifactError(
-                f"{path}: {_reason(error)}. The artifact is damaged or was written by another "
-                "version; make it again with `tide calibrate`."
+                f"{path}: {files.reason(error)}. The artifact was written by another version; make "
+                "it again with `tide calibrate`."
             ) from error
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write a folder, with the model card that people read on the hub."""
+        folder = self.save(folder)
+        (folder / files.CARD).write_text(model_card(self.record))
+        return folder
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> Artifact:
+        """Read an artifact from disk or, if there is no such file, from the hub."""
+        if Path(name).exists() or not _HUB_ID.fullmatch(str(name)):
+            return cls.load(name)
+        from huggingface_hub import snapshot_download
+
+        wanted = [files.HEADER, files.TENSORS]
+        try:
+            found = snapshot_download(str(name), revision=revision, allow_patterns=wanted)
+        except Exception as error:  # offline, unknown and private all have classes of their own
+            raise ArtifactError(
+                f"There is no artifact at {name}, neither on disk nor on the hub "
+                f"({files.reason(error)}). Make one with `tide calibrate MODEL -o DIR`."
+            ) from error
+        return cls.load(found)
+
+    def push_to_hub(self, name: str, *, private: bool | None = None) -> str:
+        """Upload the folder that `save_pretrained` writes; returns its address."""
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        api.create_repo(name, private=private, exist_ok=True)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(Path(folder) / "artifact")
+            done = api.upload_folder(repo_id=name, folder_path=str(Path(folder) / "artifact"))
+        return str(done)
 
     def require(self, fingerprint: Fingerprint, *, force: bool = False) -> None:
         """Raise unless the artifact was made for the model with this fingerprint."""
@@ -115,14 +143,11 @@ class Artifact:
                     "tail_layers": checkpoint.head.tail_layers,
                     "router": None
                     if checkpoint.router is None
-                    else {
-                        "bottleneck": checkpoint.router.up.in_features,
-                        "features": list(checkpoint.router.features),
-                    },
-                    "gate": {
-                        "router": checkpoint.gate.router,
-                        "top_probability": checkpoint.gate.top_probability,
-                    },
+                    else {"bottleneck": checkpoint.router.up.in_features},
+                    "gate": asdict(checkpoint.gate),
+                    "blend": None
+                    if checkpoint.blend is None
+                    else {"features": list(checkpoint.blend.features)},
                 }
                 for checkpoint in self.checkpoints
             ],
@@ -136,7 +161,7 @@ class Artifact:
         if self.vocabulary is not None:
             tensors["vocabulary"] = self.vocabulary
         for i, checkpoint in enumerate(self.checkpoints):
-            for part in ("head", "router"):
+            for part in ("head", "router", "blend"):
                 module = getattr(checkpoint, part)
                 if module is not None:
                     for name, tensor in module.state_dict().items():
@@ -165,18 +190,20 @@ class Artifact:
         checkpoints = []
         for i, row in enumerate(header["checkpoints"]):
             where = f"checkpoint {i}"
-            _keys(row, {"layer", "strategy", "tail_layers", "router", "gate"}, where)
-            _keys(row["gate"], {"router", "top_probability"}, f"the gate of {where}")
+            _keys(row, {"layer", "strategy", "tail_layers", "router", "gate", "blend"}, where)
+            _keys(row["gate"], {"router", "top_probability", "blend"}, f"the gate of {where}")
             if row["strategy"] not in EXIT_STRATEGIES:
                 raise ValueError(f"unknown exit strategy {row['strategy']!r} at {where}")
             head = ExitHead(row["strategy"], hidden_size, int(row["tail_layers"]))
             router = None
             if row["router"] is not None:
-                _keys(row["router"], {"bottleneck", "features"}, f"the router of {where}")
-                router = TokenRouter(
-                    hidden_size, int(row["router"]["bottleneck"]), tuple(row["router"]["features"])
-                )
-            for part, module in (("head", head), ("router", router)):
+                _keys(row["router"], {"bottleneck"}, f"the router of {where}")
+                router = TokenRouter(hidden_size, int(row["router"]["bottleneck"]))
+            blend = None
+            if row["blend"] is not None:
+                _keys(row["blend"], {"features"}, f"the blend of {where}")
+                blend = Blend(tuple(row["blend"]["features"]))
+            for part, module in (("head", head), ("router", router), ("blend", blend)):
                 if module is not None:
                     prefix = f"checkpoints.{i}.{part}."
                     names = [name for name in tensors if name.startswith(prefix)]
@@ -184,7 +211,8 @@ class Artifact:
                     module.load_state_dict(state)  # strict: raises on a missing or strange tensor
                     module.to(next(iter(state.values())).dtype if state else torch.float32)
                     module.requires_grad_(False)
-            checkpoints.append(Checkpoint(int(row["layer"]), head, router, Gate(**row["gate"])))
+            gate = Gate(**row["gate"])
+            checkpoints.append(Checkpoint(int(row["layer"]), head, router, gate, blend))
         table = {name: tensors.pop(f"table.{name}") for name in header["table"]}
         vocabulary = tensors.pop("vocabulary") if header["vocabulary"] is not None else None
         if tensors:
@@ -200,39 +228,9 @@ class Artifact:
         )
 
 
-def _read(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """The header and the tensors of any of the three forms."""
-    if not path.exists():
-        raise ArtifactError(
-            f"There is no artifact at {path}. Make one with `tide calibrate MODEL -o {path}` or "
-            "tide.calibrate(model, tokenizer, save_path=...)."
-        )
-    try:
-        if path.is_dir():
-            return json.loads((path / _JSON).read_text()), load_file(path / _TENSORS)
-        if path.suffix == ".pt":
-            stored = torch.load(path, map_location="cpu", weights_only=True)
-            _keys(stored, {"header", "tensors"}, "the file")
-            return json.loads(stored["header"]), stored["tensors"]
-        with safe_open(path, framework="pt") as file:
-            return json.loads((file.metadata() or {})["tide"]), load_file(path)
-    except ArtifactError:
-        raise
-    except Exception as error:
-        # torch.load raises a different class for every way in which a pickle can be bad.
-        raise ArtifactError(
-            f"{path} cannot be read as a TIDE artifact ({_reason(error)}). It is damaged, is not "
-            "an artifact, or holds code, which is never run. Make it again with `tide calibrate`."
-        ) from error
-
-
 def _keys(row: Any, allowed: set[str], what: str) -> None:
     if not isinstance(row, Mapping):
         raise TypeError(f"{what} is a {type(row).__name__}, not an object")
     if set(row) != allowed:
         strange, missing = sorted(set(row) - allowed), sorted(allowed - set(row))
         raise ValueError(f"{what} has unknown keys {strange} and lacks {missing}")
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

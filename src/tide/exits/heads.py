@@ -30,6 +30,11 @@ class Readout:
         self._bias: Tensor | None = None
         if vocabulary is not None:
             weight: Any = head.weight
+            if weight.device.type == "meta":
+                raise UnsupportedModelError(
+                    "The head's weight is offloaded, and cannot be read in part. Calibrate with "
+                    "vocabulary=0, or keep the head on a device."
+                )
             if weight.shape[0] != self.size:
                 raise UnsupportedModelError(
                     f"The head's weight has shape {list(weight.shape)}, not one row for each of "
@@ -49,6 +54,11 @@ class Readout:
         else:
             logits = nn.functional.linear(states, self._weight, self._bias)
         return scale_logits(self.config, logits)
+
+    @property
+    def device(self) -> torch.device:
+        """Where states must be to be read."""
+        return next(self.norm.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:

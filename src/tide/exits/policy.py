@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tide.exits.routers import TokenRouter, head_features
+from tide.exits.blend import Blend, gather_opinions
+from tide.exits.hints import Hint
+from tide.exits.routers import TokenRouter
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,9 @@ class Decision:
     scores: list[float]
 
 
-# Logits of the exit head for some of the states that a policy was asked about.
+# Logits of the exit head, `[n, v]`, and hints, for some of the states asked about.
 ReadHead = Callable[[Sequence[int]], Tensor]
+GetHints = Callable[[Sequence[int]], list[Hint]]
 
 
 class Policy(Protocol):
@@ -49,6 +52,7 @@ class Policy(Protocol):
         hidden: Tensor,
         places: Sequence[Place],
         read: ReadHead,
+        hints: GetHints,
         *,
         with_logits: bool = True,
     ) -> Decision:
@@ -64,31 +68,38 @@ class Gate:
     """Thresholds of one checkpoint; a token leaves if it passes all that are set.
 
     Attributes:
-        router: least confidence of the logit-free router; None if there is none.
-        top_probability: least top probability of the exit head; None if it is not asked.
+        router: least confidence of the router, which is asked first and needs no logits.
+        top_probability: least top probability of the exit head.
+        blend: least chance that the blend gives the token.
     """
 
     router: float | None = None
     top_probability: float | None = None
+    blend: float | None = None
 
 
 class GatePolicy:
-    """The two-stage gate: a logit-free router first; the exit head only for those it lets pass.
-
-    A router fitted with head features is asked after the head, since it needs it.
+    """The gate in stages: a logit-free router first; the exit head only for those it lets pass.
 
     Args:
-        routers: one for each checkpoint; None where there is none.
+        routers, blends: one for each checkpoint; None where there is none.
         gates: thresholds of each checkpoint.
+        tokens: token ids of indices into the exit head's logits, `[n]` to `[n]`.
     """
 
-    def __init__(self, routers: Sequence[TokenRouter | None], gates: Sequence[Gate]) -> None:
-        for number, (router, gate) in enumerate(zip(routers, gates, strict=True)):
-            if router is None and gate.router is not None:
-                raise ValueError(f"checkpoint {number} has a router threshold but no router")
-        self.routers, self.gates = routers, gates
-        # What the head of the checkpoint above said, for routers that ask whether heads agree.
-        self._said: dict[Place, int] = {}
+    def __init__(
+        self,
+        routers: Sequence[TokenRouter | None],
+        gates: Sequence[Gate],
+        blends: Sequence[Blend | None] | None = None,
+        tokens: Callable[[Tensor], Tensor] = lambda index: index,
+    ) -> None:
+        self.routers, self.gates, self.tokens = routers, gates, tokens
+        self.blends = blends or [None] * len(gates)
+        for number, gate in enumerate(gates):
+            for name, there in (("router", routers[number]), ("blend", self.blends[number])):
+                if there is None and getattr(gate, name) is not None:
+                    raise ValueError(f"checkpoint {number} has a {name} threshold but no {name}")
 
     @torch.no_grad()
     def decide(
@@ -97,33 +108,36 @@ class GatePolicy:
         hidden: Tensor,
         places: Sequence[Place],
         read: ReadHead,
+        hints: GetHints,
         *,
         with_logits: bool = True,
     ) -> Decision:
         """See `Policy.decide`."""
         router, gate = self.routers[checkpoint], self.gates[checkpoint]
+        blend = self.blends[checkpoint] if gate.blend is not None else None
         scores = [float("nan")] * len(hidden)
         leaves = list(range(len(hidden)))
-        first = router is not None and not router.features and gate.router is not None
-        if router is not None and first:
-            scores = router(hidden.to(router.up.weight.dtype)).tolist()
+        sure: Tensor | None = None  # the router's logits
+        if router is not None and (gate.router is not None or blend is not None):
+            sure = router.logit(hidden.to(router.up.weight))
+        if sure is not None and gate.router is not None:
+            scores = sure.sigmoid().tolist()
             leaves = [i for i in leaves if scores[i] >= gate.router]
-        asks_head = gate.top_probability is not None or (router is not None and router.features)
+        asks_head = gate.top_probability is not None or blend is not None
         if not leaves or not (with_logits or asks_head):
             return Decision(leaves, None, scores)
         logits = read(leaves)
         passed = torch.ones(len(leaves), dtype=torch.bool, device=logits.device)
         if gate.top_probability is not None:
             passed &= logits.float().softmax(-1).amax(-1) >= gate.top_probability
-        if router is not None and router.features and gate.router is not None:
-            previous = [self._said.get(places[i], -1) for i in leaves] if checkpoint else None
-            features = head_features(router.features, logits, previous)
-            confidence = router(hidden[leaves].to(router.up.weight.dtype), features)
-            for i, score in zip(leaves, confidence.tolist(), strict=True):
-                scores[i] = score
-            passed &= confidence >= gate.router
-            said = logits.argmax(-1).tolist()
-            self._said = {places[i]: token for i, token in zip(leaves, said, strict=True)}
+        if blend is not None and gate.blend is not None:
+            said = self.tokens(logits.argmax(-1)).tolist()
+            judged = None if sure is None else sure[leaves]
+            opinions = gather_opinions(blend.features, logits, said, judged, hints(leaves))
+            chances = blend(opinions.to(blend.mean)).to(logits.device)
+            for i, chance in zip(leaves, chances.tolist(), strict=True):
+                scores[i] = chance
+            passed &= chances >= gate.blend
         kept = passed.nonzero().squeeze(1).tolist()
         if not kept:
             return Decision([], None, scores)
@@ -146,6 +160,7 @@ class ScriptedPolicy:
         hidden: Tensor,
         places: Sequence[Place],
         read: ReadHead,
+        hints: GetHints,
         *,
         with_logits: bool = True,
     ) -> Decision:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,3 +111,9 @@ def _weights_at_hand(module: nn.Module) -> Any:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+def model_name(model: Any) -> str:
+    """The model's hub id, or the name of its folder; never where that folder is."""
+    name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name

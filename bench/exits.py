@@ -1,0 +1,86 @@
+"""Measures early exit with calibrated gates on real weights against bare `generate`.
+
+    TIDE_DATA=... python bench/exits.py $(python scripts/weights.py) DIR \\
+        --out bench/results/exits.json
+
+The audit counts every early token: each row ends with a deep pass over what still waits, which is
+part of the time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import parser, race, report, spec_bench
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tide.config import TIDEConfig
+from tide.engine import TIDE
+from tide.exits.artifact import Artifact
+
+COUNTED = ("layers_run", "layers_full", "exited_tokens", "total_tokens", "audited", "differed")
+
+
+def measure(model: Any, tokenizer: Any, made: Artifact, questions: Any, new: int) -> Any:
+    """All sides over all prompts, in one dtype."""
+    plain = {"max_new_tokens": new, "do_sample": False}
+    engines = {
+        name: TIDE(
+            model,
+            made,
+            TIDEConfig(exit_threshold=None, min_layers=0, drafts=drafts, audit_tail=True),
+        )
+        for name, drafts in (("exits", ()), ("exits and drafts", ("context", "table")))
+    }
+    sides: dict[str, Any] = {"bare": lambda batch: model.generate(**batch, **plain)}
+    for name, tide in engines.items():
+        sides[name] = lambda batch, tide=tide: tide.generate(**batch, **plain)
+    counts = {name: dict.fromkeys(COUNTED, 0) for name in engines}
+
+    def after(_: dict[str, torch.Tensor]) -> None:
+        for name, tide in engines.items():
+            for what in COUNTED:
+                counts[name][what] += getattr(tide.last_stats, what)
+
+    rows = race(sides, tokenizer, questions, after)
+    for row in rows:
+        if count := counts.get(row["side"]):
+            row |= count
+            row["exit_rate"] = round(count["exited_tokens"] / count["total_tokens"], 4)
+            # Over all tokens, as risk is counted; not over the early ones alone.
+            row["disagreement"] = round(count["differed"] / count["total_tokens"], 4)
+            row["layer_calls_saved"] = round(1 - count["layers_run"] / count["layers_full"], 4)
+    return rows
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("artifact", type=Path)
+    options.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    options.add_argument("--prompts", type=int, default=48)
+    options.add_argument("--new", type=int, default=128)
+    args = options.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    made = Artifact.load(args.artifact)
+    results = []
+    for dtype in args.dtype:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype))
+        sides = measure(model, tokenizer, made, spec_bench(args.prompts), args.new)
+        results.append({"dtype": dtype, "sides": sides})
+    report(
+        "early exit on Spec-Bench prompts at batch 1, against bare generate",
+        args,
+        results,
+        prompts=args.prompts,
+        new_tokens=args.new,
+        chosen_for_risk=made.record["risk"],
+        exits_after=[checkpoint.layer + 1 for checkpoint in made.checkpoints],
+        calibrated_in=made.record["dtype"],
+    )
+
+
+if __name__ == "__main__":
+    main()

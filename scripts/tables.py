@@ -1,0 +1,210 @@
+"""Writes the tables of the docs from the result files that the benchmarks wrote.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; nothing between them is typed by
+hand. `--check` only says whether they are up to date.
+
+    python scripts/tables.py [--check]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SECTION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+MODELS = ("smollm2", "gemma3_270m", "qwen2_5_coder_0_5b")
+
+
+def read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *([str(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def conditions(of: dict[str, Any]) -> str:
+    """One line in small print under a table."""
+    parts = [f"{name.replace('_', ' ')}: {value}" for name, value in of.items()]
+    return f"\n\n*{'; '.join(parts)}.*"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def runner_overhead() -> str:
+    found = read("runner_overhead")
+    rows = [(r["dtype"], r["rows"], f"{r['ratio']:.3f}") for r in found["results"]]
+    return table(("dtype", "rows", "runner / bare model call"), rows) + conditions(
+        found["conditions"]
+    )
+
+
+def _limit(name: str) -> str:
+    found = read(name)
+    rows = [
+        (r["dtype"], r["rows"], p["profile"], f"{p['speedup']:.3f}", f"{p['limit']:.3f}",
+         f"{p['reached']:.3f}", f"{p['layer_calls']} of {p['layer_calls_full']}")
+        for r in found["results"]
+        for p in r["profiles"]
+    ]  # fmt: skip
+    head = ("dtype", "rows", "profile", "speed-up", "limit", "reached", "layer calls")
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def lossless() -> str:
+    found = read("lossless")
+    rows = [
+        (s["side"], s["ms_per_token"], f"{s['speedup']:.2f}x",
+         " / ".join(f"{s['speedup_of_a_prompt'][p]:.2f}" for p in ("p20", "p50", "p80")),
+         s.get("tokens_per_pass", ""), s["identical_outputs"])
+        for s in found["results"]["sides"]
+    ]  # fmt: skip
+    gap = found["results"]["logit_gap_where_outputs_part"]
+    head = ("side", "ms/token", "speed-up", "of a prompt, p20 / p50 / p80", "tokens per pass",
+            "identical to bare")  # fmt: skip
+    note = (
+        f"\n\nWhere two outputs part, the two likeliest tokens are {gap['median']} apart in the "
+        f"median and {gap['largest']} at most (logits)."
+    )
+    return table(head, rows) + note + conditions(found["conditions"])
+
+
+def lossless_by_category() -> str:
+    sides = read("lossless")["results"]["sides"][1:]
+    rows = [
+        (category, *(f"{side['by_category'][category]:.2f}x" for side in sides))
+        for category in sides[0]["by_category"]
+    ]
+    return table(("category", *(side["side"] for side in sides)), rows)
+
+
+def exits() -> str:
+    found = read("exits")
+    rows = [
+        (r["dtype"], s["side"], s["ms_per_token"], f"{s['speedup']:.2f}x",
+         percent(s["exit_rate"]) if "exit_rate" in s else "",
+         percent(s["layer_calls_saved"]) if "layer_calls_saved" in s else "",
+         f"{percent(s['disagreement'])} of {s['total_tokens']}" if "disagreement" in s else "")
+        for r in found["results"]
+        for s in r["sides"]
+    ]  # fmt: skip
+    head = ("dtype", "side", "ms/token", "speed-up", "tokens that left", "layer calls saved",
+            "tokens that differ from full depth")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def calibration_heads() -> str:
+    heads = read("calibration_smollm2")["heads"]
+    rows = [
+        (layer + 1, percent(fitted), percent(plain))
+        for layer, fitted, plain in zip(
+            heads["layers"], heads["agreement"], heads["identity"], strict=True
+        )
+    ]
+    note = f"\n\nThe vocabulary read holds {percent(heads['coverage'])} of the full model's tokens."
+    return table(("after layers", "affine head agrees", "identity head agrees"), rows) + note
+
+
+def calibration_gates() -> str:
+    found = read("calibration_smollm2")
+    rows = []
+    for row in found["gates"]:
+        cells = [
+            f"{percent(at['leave'])} ({percent(at['wrong'])} wrong)"
+            for at in (row[risk] for risk in ("0.01", "0.02", "0.05"))
+        ]
+        rows.append((row["layer"] + 1, row["head"], row["gate"], f"{row['auc']:.3f}", *cells))
+    head = ("after layers", "head", "gate", "AUC", "leave, for 1 %", "for 2 %", "for 5 %")
+    return table(head, rows)
+
+
+def calibration_exits() -> str:
+    found = read("calibration_smollm2")
+    rows = []
+    for risk, options in found["exits"].items():
+        for at in options:
+            after = ", ".join(str(layer + 1) for layer in at["layers"])
+            rows.append(
+                (f"{float(risk):.0%}", after, percent(at["leave"]), percent(at["wrong"]),
+                 percent(at["depth_saved"]), f"{at['speedup']:.3f}")
+            )  # fmt: skip
+    head = ("for risk", "exits after layers", "leave", "wrong", "depth saved", "expected speed-up")
+    return table(head, rows)
+
+
+def calibration_stages() -> str:
+    found = read("calibration_smollm2")
+    rows = [
+        (stage, seconds, found["peak_mb"][stage]) for stage, seconds in found["seconds"].items()
+    ]
+    head = ("stage", "seconds", "peak memory so far, MB")
+    return table(head, rows) + conditions(
+        {**found["conditions"], "documents": found["documents"], "tokens": found["tokens"]}
+    )
+
+
+def assess() -> str:
+    found = [read(f"assess_{name}") for name in MODELS]
+    rows = [
+        (f["conditions"]["model"], f["n_layers"],
+         next(k + 1 for k, share in enumerate(f["agreement"]) if share >= 0.5),
+         percent(f["agreement"][-2]),
+         f"{percent(min(f['without'][2:-2]))} to {percent(max(f['without'][2:-2]))}",
+         ", ".join(str(layer + 1) for layer in f["checkpoints"]), f"{f['ceiling']:.2f}x",
+         f"{f['costs']['head'] / f['costs']['layer']:.1f}", f["tokens"])
+        for f in found
+    ]  # fmt: skip
+    head = ("model", "layers", "half agree after", "agree one layer before the end",
+            "same without one middle layer", "checkpoints suggested", "ceiling, no training",
+            "head costs, in layers", "tokens")  # fmt: skip
+    return table(head, rows) + conditions({k: v for k, v in found[0]["conditions"].items()
+                                           if k != "model"})  # fmt: skip
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "runner_overhead": runner_overhead,
+    "decode_limit": lambda: _limit("decode_limit_smollm2"),
+    "decode_limit_random": lambda: _limit("decode_limit_random"),
+    "lossless": lossless,
+    "lossless_by_category": lossless_by_category,
+    "exits": exits,
+    "calibration_heads": calibration_heads,
+    "calibration_gates": calibration_gates,
+    "calibration_exits": calibration_exits,
+    "calibration_stages": calibration_stages,
+    "assess": assess,
+}
+
+
+def made(name: str) -> str:
+    try:
+        return TABLES[name]()
+    except FileNotFoundError as error:
+        return f"*Not measured yet: there is no {Path(error.filename).name}.*"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing")
+    args = parser.parse_args()
+    for page in PAGES:
+        before = page.read_text()
+        after = SECTION.sub(lambda m: f"{m[1]}{made(m[2])}\n{m[3]}", before)
+        if before != after and args.check:
+            raise SystemExit(f"{page.relative_to(ROOT)} is not what scripts/tables.py writes.")
+        page.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Gives the command line: `tide COMMAND`. One file per command, heavy imports inside its `run`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+# Command -> what it does. Its file has `options(parser)` and `run(args)`.
+COMMANDS = {
+    "assess": "how much depth this model could save, before any training",
+    "calibrate": "fit exit heads, routers and a draft table",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if it went well, 1 if it could not, 2 if it was called wrongly."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="tide", description="A frozen causal LM that spends less depth on easy tokens."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
+        hint = f" Did you mean `tide {near[0]}`?" if near else ""
+        parser.error(f"there is no command {words[0]!r}.{hint} There is {', '.join(COMMANDS)}.")
+    for name, what in COMMANDS.items():
+        # Only the command that is called needs its options, and no command needs the others'.
+        sub = commands.add_parser(
+            name,
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        if words[:1] == [name]:
+            import_module(f"tide.cli.{name}").options(sub)
+            sub.add_argument("--json", action="store_true", help="print one JSON line at the end")
+    args = parser.parse_args(words)
+    from tide.errors import TideError
+
+    try:
+        result: Any = import_module(f"tide.cli.{args.command}").run(args)
+    except TideError as error:
+        print(f"tide {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"tide {args.command}: interrupted", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps(result))
+    return 0

@@ -1,0 +1,84 @@
+"""Gives `tide calibrate MODEL -o DIR`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tide.cli.loading import conditions, data_options, load, model_options
+from tide.config import TIDEConfig
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    usual = TIDEConfig()
+    model_options(parser)
+    data_options(parser, usual.calibration_samples)
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, help="a folder, .safetensors or .pt file"
+    )
+    parser.add_argument(
+        "--interval", type=int, default=usual.checkpoint_interval, help="layers between checkpoints"
+    )
+    parser.add_argument(
+        "--min-layers", type=int, default=usual.min_layers, help="layers before the first exit"
+    )
+    parser.add_argument(
+        "--bottleneck", type=int, default=usual.router_bottleneck_dim, help="size of the routers"
+    )
+    parser.add_argument(
+        "--risk", type=float, default=0.02, help="share of wrong tokens to choose gates for"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=8192, help="tokens that exit heads read; 0 for all"
+    )
+    parser.add_argument("--new-tokens", type=int, default=160, help="longest answer")
+    parser.add_argument(
+        "--off-policy",
+        action="store_true",
+        help="calibrate on the texts themselves, not on the model's answers to them",
+    )
+    parser.add_argument(
+        "--exit-strategy", choices=("affine", "identity"), default="affine", help="exit heads"
+    )
+    parser.add_argument(
+        "--convergence-threshold",
+        type=float,
+        default=usual.convergence_threshold,
+        help="for --label cosine",
+    )
+    parser.add_argument(
+        "--label", choices=("agreement", "cosine"), default="agreement", help="what routers learn"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of split, sampling and fitting")
+    parser.add_argument(
+        "--work", type=Path, help="keep what was collected here, to go on or to fit again"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Calibrate, save, and say what came out."""
+    from tide.calibration.pipeline import calibrate
+    from tide.exits.card import model_card
+
+    model, tokenizer = load(args)
+    config = TIDEConfig(
+        checkpoint_interval=args.interval,
+        min_layers=args.min_layers,
+        router_bottleneck_dim=args.bottleneck,
+        calibration_samples=args.samples,
+        calibration_dataset=args.data,
+        exit_strategy=args.exit_strategy,
+        convergence_threshold=args.convergence_threshold,
+    )
+    made = calibrate(
+        model, tokenizer, args.output, config, on_policy=not args.off_policy, label=args.label,
+        risk=args.risk, vocabulary=args.vocabulary, new_tokens=args.new_tokens, seed=args.seed,
+        work=args.work,
+    )  # fmt: skip
+    if made is None:  # one of several processes, and not the first
+        return {}
+    print(model_card(made.record))
+    print(f"Written to {args.output}")
+    return {"conditions": conditions(model), **made.record}

@@ -1,0 +1,68 @@
+"""Gives what commands share: the model and its tokenizer, from a hub id or a folder."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from tide.errors import UnsupportedModelError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def model_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that loads a model."""
+    parser.add_argument("model", metavar="MODEL", help="a hub id or a folder")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="precision of the weights")
+    parser.add_argument("--device", help="device map: auto, cpu, cuda, ... (default: cpu)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+
+
+def data_options(parser: argparse.ArgumentParser, samples: int) -> None:
+    """Options of every command that reads prompts."""
+    parser.add_argument(
+        "--data", default="wikitext", help="prompts: a .txt or .jsonl file, or a data set"
+    )
+    parser.add_argument("--samples", type=int, default=samples, help="most prompts to take")
+
+
+def conditions(model: Any) -> dict[str, Any]:
+    """What a figure depends on, beside the options."""
+    import torch
+    import transformers
+
+    from tide import __version__
+    from tide.models.fingerprint import model_name
+
+    return {
+        "model": model_name(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "tide": __version__,
+    }
+
+
+def load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model, in evaluation mode, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.device == "cuda" and "LOCAL_RANK" in os.environ:  # one device for each process
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model, dtype=dtype, device_map=args.device
+        )
+    except (OSError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"{args.model!r} cannot be loaded as a causal language model: {error}"
+        ) from error
+    return model.eval(), tokenizer

@@ -1,0 +1,70 @@
+"""Gives the model card: what an artifact is, what was measured when it was made, how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def model_card(record: Mapping[str, Any]) -> str:
+    """The README.md of an artifact folder, from the record that calibration keeps."""
+    base = record.get("model", "the model it was made for")
+    lines = [
+        "---",
+        "library_name: tide",
+        "tags: [early-exit, adaptive-depth, speculative-decoding]",
+        *([f"base_model: {base}"] if "model" in record else []),
+        "---",
+        "",
+        f"# TIDE artifact for {base}",
+        "",
+        "Exit heads, gates and a draft table for a frozen causal language model. It holds no "
+        "weights of the model and no code.",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM",
+        "from tide import TIDE, TIDEConfig",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{base}")',
+        'engine = TIDE(model, "path/to/this/folder")  # lossless',
+        'early = TIDE(model, "path/to/this/folder", TIDEConfig(exit_threshold=None))  # may differ',
+        "```",
+        "",
+    ]
+    if "heads" in record:
+        lines += ["## Exit heads", "", *_heads(record["heads"]), ""]
+    if "exits" in record:
+        lines += ["## Exits chosen", "", *_exits(record), ""]
+    if "documents" in record:
+        documents = record["documents"]
+        lines += [
+            "## How it was made",
+            "",
+            f"On {documents['fit']} documents for fitting and {documents['gate']} for gates"
+            f"{', answered by the model itself' if record.get('on_policy') else ''}; "
+            f"{documents['certify']} were set aside for certification. Thresholds were chosen, not "
+            "certified: `tide certify` makes the promise.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _heads(heads: Mapping[str, Any]) -> list[str]:
+    rows = ["| after layers | agrees with full depth | untrained |", "|---|---|---|"]
+    for layer, fitted, identity in zip(
+        heads["layers"], heads["agreement"], heads["identity"], strict=True
+    ):
+        rows.append(f"| {layer + 1} | {fitted:.1%} | {identity:.1%} |")
+    return rows
+
+
+def _exits(record: Mapping[str, Any]) -> list[str]:
+    rows = ["| chosen for | exits after layers | tokens that leave | wrong | depth saved |"]
+    rows.append("|---|---|---|---|---|")
+    for risk, options in record["exits"].items():
+        found = next(option for option in options if option["best"])
+        after = ", ".join(str(layer + 1) for layer in found["layers"])
+        rows.append(
+            f"| {float(risk):.0%} | {after} | {found['leave']:.1%} | {found['wrong']:.1%} | "
+            f"{found['depth_saved']:.1%} |"
+        )
+    return rows

@@ -1,0 +1,106 @@
+"""Gives the files of an artifact: a header of plain JSON and tensors, with a digest over both.
+
+A folder with `tide.json` and `tide.safetensors`, or one `.safetensors` file with the JSON in its
+metadata. A `.pt` file holds the same and is read with `weights_only=True`, so no file can run code.
+Knows nothing of what the header means.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tide.errors import ArtifactError
+
+HEADER, TENSORS, CARD = "tide.json", "tide.safetensors", "README.md"
+
+
+def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write an artifact; an interruption while writing leaves what was there before."""
+    header = {**header, "digest": digest(header, tensors)}
+    text = json.dumps(header, indent=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".pt":
+        _replace(path, lambda p: torch.save({"header": text, "tensors": dict(tensors)}, p))
+    elif path.suffix == ".safetensors":
+        _replace(path, lambda p: save_file(dict(tensors), p, metadata={"tide": text}))
+    else:
+        scratch = path.with_name(f".{os.getpid()}-{path.name}")
+        scratch.mkdir()
+        save_file(dict(tensors), scratch / TENSORS)
+        (scratch / HEADER).write_text(text + "\n")
+        if path.exists():
+            for name in (TENSORS, HEADER):
+                (scratch / name).replace(path / name)
+            scratch.rmdir()
+        else:
+            scratch.replace(path)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The header and the tensors of any of the three forms, as they were written.
+
+    Raises:
+        ArtifactError: if it is missing, cannot be read, or is not what was written.
+    """
+    if not path.exists():
+        raise ArtifactError(
+            f"There is no artifact at {path}. Make one with `tide calibrate MODEL -o {path}` or "
+            "tide.calibrate(model, tokenizer, save_path=...)."
+        )
+    try:
+        text, tensors = _read(path)
+        header = json.loads(text)
+        said, found = header.pop("digest"), digest(header, tensors)
+    except Exception as error:
+        # torch.load raises a different class for every way in which a pickle can be bad.
+        raise ArtifactError(
+            f"{path} cannot be read as a TIDE artifact ({reason(error)}). It is damaged, is not "
+            "an artifact, or holds code, which is never run. Make it again with `tide calibrate`."
+        ) from error
+    if said != found:
+        raise ArtifactError(
+            f"{path} is not what was written: its digest differs. It was damaged or edited. Fetch "
+            "it again, or make it again with `tide calibrate`."
+        )
+    return header, tensors
+
+
+def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the header and every tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        found.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def reason(error: Exception) -> str:
+    """An error in one short line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
+    if path.is_dir():
+        return (path / HEADER).read_text(), load_file(path / TENSORS)
+    if path.suffix == ".pt":
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+        return stored["header"], stored["tensors"]
+    with safe_open(path, framework="pt") as file:
+        return (file.metadata() or {})["tide"], load_file(path)
+
+
+def _replace(path: Path, save: Any) -> None:
+    scratch = path.with_name(f".{os.getpid()}-{path.name}")
+    save(scratch)
+    scratch.replace(path)

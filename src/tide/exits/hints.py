@@ -1,0 +1,71 @@
+"""Gives hints: what a row's own text and the table would say next. Knows no model.
+
+A hint is a second opinion on a token that an exit head wants to say. It depends on the tokens up to
+its position and on nothing else: not on guesses, on batch mates, or on how fast anything ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tide.exits.table import ContinuationTable
+
+
+class Hint(NamedTuple):
+    """What might follow a position.
+
+    Attributes:
+        context: what followed the latest earlier occurrence of the last tokens; -1 if nothing.
+        matched: how many of the last tokens that occurrence shares: 3, 2, 1; 0 if nothing.
+        table: what the table says; -1 if nothing.
+        chance: how likely the table has it.
+    """
+
+    context: int = -1
+    matched: int = 0
+    table: int = -1
+    chance: float = 0.0
+
+
+class RowHints:
+    """Hints along one row. Remembers its n-grams, so a hint costs the same at any length.
+
+    Args:
+        table: the artifact's; None if it has none.
+    """
+
+    orders = (3, 2, 1)
+
+    def __init__(self, table: ContinuationTable | None) -> None:
+        self.table = table
+        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token after it
+        self._indexed = 0
+
+    def at(self, tokens: Sequence[int], position: int, settled: int) -> Hint:
+        """The hint for what follows `tokens[position]`.
+
+        Args:
+            settled: how many tokens are final, at most `position + 1`; the others are guesses.
+        """
+        for end in range(self._indexed, settled):
+            for n in self.orders:
+                if end >= n:
+                    self._follows[tuple(tokens[end - n : end])] = end
+        self._indexed = max(self._indexed, settled)
+        found = self.table.next(tokens[max(0, position - 2) : position + 1]) if self.table else None
+        for n in self.orders:
+            place = self._place(tokens, position, settled, n)
+            if place is not None:
+                return Hint(tokens[place], n, *(found or ()))
+        return Hint(-1, 0, *(found or ()))
+
+    def _place(self, tokens: Sequence[int], position: int, settled: int, n: int) -> int | None:
+        if position + 1 < n:
+            return None
+        key = tuple(tokens[position + 1 - n : position + 1])
+        # Guesses may be taken back, so their n-grams are looked for, not remembered.
+        for end in range(position, max(settled, n) - 1, -1):
+            if tuple(tokens[end - n : end]) == key:
+                return end
+        return self._follows.get(key)

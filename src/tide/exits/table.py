@@ -1,0 +1,52 @@
+"""Gives the table of continuations that calibration has made. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
+
+
+class ContinuationTable:
+    """Looks up the most frequent continuation of the last 3, 2, 1 tokens.
+
+    The table is a set of sorted arrays, made by calibration from the model's own answers:
+    `keys_n` holds the n-grams as numbers in base `vocabulary_size`, `next_n` the token after each,
+    `chance_n` that it is that one.
+
+    Args:
+        tensors: `keys_n` int64, `next_n` int32 and `chance_n` uint8 of equal length for some n, and
+            `vocabulary_size`, one number.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.base = int(tensors["vocabulary_size"])
+        orders = sorted((int(k[5:]) for k in tensors if k.startswith("keys_")), reverse=True)
+        self._levels = [
+            (n, tensors[f"keys_{n}"].numpy(), tensors[f"next_{n}"].numpy(),
+             tensors[f"chance_{n}"].numpy())
+            for n in orders
+        ]  # fmt: skip
+        self.longest = max(orders, default=1)
+
+    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Guess up to `limit` tokens that follow `tokens`; none if it has no idea."""
+        recent = list(tokens[-self.longest :])
+        guessed: list[int] = []
+        while len(guessed) < limit and (found := self.next(recent)) is not None:
+            guessed.append(found[0])
+            recent = [*recent, found[0]][-self.longest :]
+        return guessed
+
+    def next(self, recent: Sequence[int]) -> tuple[int, float] | None:
+        """The most frequent follower of the longest known end of `recent`, and the chance of it."""
+        for n, keys, following, chance in self._levels:
+            if len(recent) >= n:
+                key = 0
+                for token in recent[-n:]:
+                    key = key * self.base + token
+                place = int(np.searchsorted(keys, key))
+                if place < len(keys) and keys[place] == key:
+                    return int(following[place]), float(chance[place]) / 255
+        return None
