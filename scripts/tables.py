@@ -172,6 +172,39 @@ def assess() -> str:
                                            if k != "model"})  # fmt: skip
 
 
+def calibration_others() -> str:
+    rows, made = [], [read(f"calibration_{name}") for name in MODELS[1:]]
+    for found in made:
+        heads = found["heads"]
+        for layer, fitted, plain in zip(
+            heads["layers"], heads["agreement"], heads["identity"], strict=True
+        ):
+            rows.append(
+                (found["conditions"]["model"], layer + 1, percent(fitted), percent(plain),
+                 found["tokens"]["fit"], f"{sum(found['seconds'].values()):.0f}")
+            )  # fmt: skip
+    head = ("model", "after layers", "affine head agrees", "identity head agrees",
+            "tokens fitted on", "seconds in all")  # fmt: skip
+    return table(head, rows)
+
+
+def risk_simulation() -> str:
+    found = read("risk_simulation")
+    rows = [
+        (name, percent(row["violations"]), f"{100 * row['mean_true_risk']:.2f} %")
+        for name, row in found["thresholds"].items()
+    ]
+    head = ("threshold chosen by", "breaks the risk", "mean true risk of the threshold")
+    alarms, noticed = found["false_alarms"], found["median_sequences_until_noticed"]
+    note = (
+        f"\n\nThe watch: false alarms in {percent(alarms['share'])} of {alarms['runs']} runs of "
+        f"{alarms['sequences']} sequences at the promised risk. Sequences until it fires, median: "
+        + ", ".join(f"{n:g} at {times} times the risk" for times, n in noticed.items())
+        + "."
+    )
+    return table(head, rows) + note + conditions(found["conditions"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "runner_overhead": runner_overhead,
     "decode_limit": lambda: _limit("decode_limit_smollm2"),
@@ -184,6 +217,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration_exits": calibration_exits,
     "calibration_stages": calibration_stages,
     "assess": assess,
+    "calibration_others": calibration_others,
+    "risk_simulation": risk_simulation,
 }
 
 

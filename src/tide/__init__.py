@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tide.calibration.assess import assess as assess
     from tide.calibration.pipeline import calibrate as calibrate
+    from tide.certify import certify as certify
     from tide.config import TIDEConfig as TIDEConfig
     from tide.engine import TIDE as TIDE
     from tide.models.attach import attach as attach
@@ -24,9 +25,10 @@ _HOME = {
     "assess": "tide.calibration.assess",
     "attach": "tide.models.attach",
     "calibrate": "tide.calibration.pipeline",
+    "certify": "tide.certify",
 }
 
-__all__ = ["TIDE", "ExitStats", "TIDEConfig", "assess", "attach", "calibrate"]
+__all__ = ["TIDE", "ExitStats", "TIDEConfig", "assess", "attach", "calibrate", "certify"]
 
 
 def __getattr__(name: str) -> Any:

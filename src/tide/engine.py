@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,15 @@ from tide.decode.exits import Exits
 from tide.decode.loop import DepthDecoder
 from tide.decode.output import Output, rows_of
 from tide.decode.prefill import prefill
-from tide.errors import ArtifactError, ConfigError, UnsupportedGenerationError
+from tide.decode.rows import Row
+from tide.errors import (
+    ArtifactError,
+    CertificateError,
+    ConfigError,
+    UnsupportedGenerationError,
+)
 from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.certificate import Certificate
 from tide.exits.heads import Readout
 from tide.exits.policy import Gate, GatePolicy, Policy
 from tide.exits.table import ContinuationTable
@@ -35,6 +44,7 @@ from tide.generation import bind_stop_strings, refuse_modes, refuse_options
 from tide.models.attach import attach
 from tide.models.fingerprint import fingerprint
 from tide.stats import ExitStats
+from tide.watch import Guard, Watch
 
 # Names and chances, from and below, of what the table is sure of, and less.
 TABLE_RANGES = (("table sure", 0.6, 2.0), ("table", 0.3, 0.6), ("table unsure", 0.0, 0.3))
@@ -54,13 +64,23 @@ class TIDE:
         model: an `AutoModelForCausalLM` in evaluation mode; never changed, except inside a call.
         router_path: an artifact: a folder, a `.safetensors` or a `.pt` file, or an `Artifact`.
             None for lossless decoding with context drafts only, which needs no calibration.
-        config: settings; without it, mode is "lossless".
+        config: settings; without it, mode is "lossless", or "exit" if a risk is given.
+        risk: the share of tokens that may differ from full depth; needs a certificate that covers
+            it, which `tide certify` makes.
+        delta: the chance that the certificate may be wrong, and of a false alarm while serving.
+        on_drift: with a risk, what to do when early tokens differ more often than promised:
+            "warn", "full_depth" (exits off until `guard.reset()`), or a function of the watch.
+        audit_rate: for K and V that are not exact ("propagate", "zero_pad"), the share of sequences
+            that are checked by a pass at full depth; with "deferred" all are, for free.
+        boldness: moves the calibrated thresholds together; see `Gate.at`.
         policy: who leaves where; by default the routers and thresholds of the artifact.
         allow_mismatch: use an artifact that was made for another model.
         check: prove on attach that range-running equals the model; see `tide.attach`.
 
     Attributes:
         last_stats: what the last call did.
+        guard: watches the risk; None if none was given.
+        certificate: what the risk rests on; None if none was given.
     """
 
     def __init__(
@@ -69,12 +89,18 @@ class TIDE:
         router_path: str | Path | Artifact | None = None,
         config: TIDEConfig | None = None,
         *,
+        risk: float | None = None,
+        delta: float = 0.05,
+        on_drift: str | Callable[[Watch], Any] = "warn",
+        audit_rate: float = 0.05,
+        boldness: float = 1.0,
         policy: Policy | None = None,
         allow_mismatch: bool = False,
         check: bool = True,
     ) -> None:
         self.model = model
         self.config = config or TIDEConfig(mode="lossless")
+        self.boldness, self.audit_rate = boldness, audit_rate
         self.runner = attach(model, check=check)
         parts = self.runner.parts
         if router_path is None:
@@ -88,6 +114,15 @@ class TIDE:
                     f"This artifact is for hidden size {self.artifact.hidden_size}; the model has "
                     f"{self.runner.config.hidden_size}. Calibrate this model with `tide calibrate`."
                 )
+        self.certificate: Certificate | None = None
+        self.guard: Guard | None = None
+        if risk is not None:
+            least = self.artifact.config.min_layers
+            self.config = config or TIDEConfig(exit_threshold=None, min_layers=least)
+            self.certificate = self._covering(risk, delta)
+            self.boldness = self.certificate.boldness
+            self.guard = Guard(Watch(self.certificate.risk, delta), on_drift)
+        self._audits = random.Random(0)
         self._table = ContinuationTable(self.artifact.table) if self.artifact.table else None
         self._exits = self._make_exits(policy)
         self._lengths = DraftLength(self.config.max_draft, self.config.fixed_drafts)
@@ -196,6 +231,9 @@ class TIDE:
             stopping_criteria,
             sample=bool(generation_config.do_sample),
         )
+        config = self.config
+        if self.guard is not None and self.guard.tripped:
+            config = config.with_(mode="lossless", kv_cache_strategy="deferred", prefill_exit=False)
         # A prefix function knows only what may be said, not what was guessed.
         may_guess = not any(
             isinstance(p, PrefixConstrainedLogitsProcessor) for p in logits_processor
@@ -208,7 +246,7 @@ class TIDE:
             decoder = DepthDecoder(
                 self.runner,
                 self._exits,
-                self.config if may_guess else self.config.with_(drafts=()),
+                config if may_guess else config.with_(drafts=()),
                 rows,
                 chooser,
                 [self._sources() if may_guess else [] for _ in rows],
@@ -218,6 +256,9 @@ class TIDE:
                 output.stream,
             )
             decoder.decode()
+        stats.losses = self._losses(config, rows, chooser.plain)
+        if self.guard is not None and config.mode == "exit":
+            self.guard.add(loss for loss in stats.losses if loss is not None)
         stats.depths = [row.depths for row in rows]
         stats.scores = [row.scores for row in rows]
         self._count(stats, self.runner.n_layers * max(len(row.new_tokens) for row in rows))
@@ -248,6 +289,52 @@ class TIDE:
             sources += [ContextNGrams(n)] if context else []
             sources += [TableDrafts(table, name, least, below)] if table is not None else []
         return sources
+
+    def _covering(self, risk: float, delta: float) -> Certificate:
+        """The boldest certificate that covers a risk here."""
+        kv, dtype = self.config.kv_cache_strategy, str(self.model.dtype).removeprefix("torch.")
+        if self.config.mode != "exit" or self.config.exit_threshold is not None:
+            raise ConfigError(
+                f"risk={risk} chooses the thresholds: it needs mode='exit' and "
+                f"exit_threshold=None, not mode={self.config.mode!r} and "
+                f"exit_threshold={self.config.exit_threshold!r}."
+            )
+        exits, reasons, found = self.artifact.exits, [], []
+        for certificate in self.artifact.certificates:
+            misses = certificate.misses(risk, delta, exits, dtype, kv)
+            reasons += ["; ".join(misses)] if misses else []
+            found += [] if misses else [certificate]
+        if not found:
+            there = f" There is one that {', one that '.join(reasons)}." if reasons else ""
+            raise CertificateError(
+                f"No certificate covers risk {risk} at delta {delta} with {dtype} and "
+                f"kv_cache_strategy={kv!r}.{there} Make one with `tide certify MODEL DIR --risk "
+                f"{risk} --dtype {dtype} --kv {kv} --data prompts.jsonl`."
+            )
+        return max(found, key=lambda certificate: certificate.boldness)
+
+    def _losses(self, config: TIDEConfig, rows: Sequence[Row], plain: bool) -> list[float | None]:
+        """For each row, the share of its new tokens that full depth would have said otherwise.
+
+        Args:
+            plain: whether the likeliest token is what is said. Where it is not, only "deferred" can
+                tell: it checks with the same processors and the same draw.
+        """
+        if config.mode != "exit":
+            return [0.0] * len(rows)
+        if config.kv_cache_strategy == "deferred":
+            return [row.differed / len(row.new_tokens) for row in rows]
+        losses: list[float | None] = []
+        for row in rows:
+            if self._audits.random() >= self.audit_rate or not plain:
+                losses.append(None)
+                continue
+            text = torch.tensor([row.tokens], device=self.runner.input_device)
+            with torch.no_grad():
+                said = self.model(text).logits[0, row.prompt - 1 : -1].argmax(-1).cpu()
+            new = torch.tensor(row.new_tokens)
+            losses.append(float((said != new).float().mean()))
+        return losses
 
     def _make_exits(self, policy: Policy | None) -> Exits:
         parts, depth = self.runner.parts, self.runner.n_layers
@@ -281,7 +368,7 @@ class TIDE:
         """
         gate, threshold = checkpoint.gate, self.config.exit_threshold
         if gate != Gate() and (self.config.mode != "exit" or threshold is None):
-            return gate
+            return gate.at(self.boldness)
         threshold = 0.85 if threshold is None else threshold
         if gate.router is not None and gate.router > 1:  # calibration found that no exit pays
             gate = Gate()

@@ -32,6 +32,10 @@ class ArtifactError(TideError, ValueError):
     """An artifact cannot be read, is damaged, or was made for another model."""
 
 
+class CertificateError(TideError, ValueError):
+    """No certificate covers the risk that was asked for."""
+
+
 class UnsupportedGenerationError(TideError, ValueError):
     """`generate` was asked for something that decoding by depth does not do."""
 

@@ -52,6 +52,8 @@ class ExitStats:
         differed: of those, the ones for which full depth would have said another token.
         depths: for each row, the layers that each of its new tokens needed.
         scores: for each row, the confidence with which each token left; NaN at full depth.
+        losses: for each row, the share of its new tokens found to differ from full depth; None if
+            the row was not audited.
     """
 
     n_layers: int
@@ -67,6 +69,7 @@ class ExitStats:
     differed: int = 0
     depths: list[list[int]] = field(default_factory=list)
     scores: list[list[float]] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
 
     @property
     def exited_tokens(self) -> int:

@@ -229,6 +229,20 @@ class Collection:
         }
 
 
+def pad_left(
+    tokenizer: Any, prompts: Sequence[Sequence[int]], device: Any
+) -> tuple[Tensor, Tensor]:
+    """Ids and mask of a left-padded batch, `[rows, longest]` each."""
+    pad, width = _pad(tokenizer), max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).to(ids)
+    return ids, mask
+
+
+def _pad(tokenizer: Any) -> int:
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+
+
 def process() -> tuple[int, int]:
     """Which process this is and how many there are, as `torchrun` and `accelerate launch` say."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -238,13 +252,11 @@ def answer(
     model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **options: Any
 ) -> list[list[int]]:
     """The model's answers to a batch of prompts, end-of-text token included."""
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).to(ids)
+    ids, mask = pad_left(tokenizer, prompts, model.device)
     out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=pad, **options
+        ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=_pad(tokenizer), **options
     )
+    width = ids.shape[1]
     ends = model.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
     said = []

@@ -91,6 +91,11 @@ def split_documents(
     )
 
 
+def text_key(text: str) -> str:
+    """A short name of a text, by which it is known again without being kept."""
+    return hashlib.sha256(text.strip().encode()).hexdigest()[:12]
+
+
 def encode_prompts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
     """Token ids of prompts, through the tokenizer's chat template where it has one."""
     if tokenizer.chat_template:

@@ -13,7 +13,7 @@ import torch
 
 from tide.calibration.collect import Collection, CollectPlan, process, write_whole
 from tide.calibration.costs import Costs, measure_costs
-from tide.calibration.data import load_texts, split_documents
+from tide.calibration.data import load_texts, split_documents, text_key
 from tide.calibration.fit import as_served, choose_vocabulary, coverage, fit_heads, fit_router
 from tide.calibration.gates import (
     Choice,
@@ -177,6 +177,7 @@ def calibrate(
                           "certify": len(documents.certify), "fingerprint": documents.fingerprint},
             "tokens": {"fit": sum(map(len, collection.answers("fit"))),
                        "gate": len(scores[0].right)},
+            "used": [text_key(text) for text in (*documents.fit, *documents.gate)],
             "on_policy": on_policy,
             "label": label,
             "seed": seed,

@@ -14,6 +14,7 @@ from typing import Any
 COMMANDS = {
     "assess": "how much depth this model could save, before any training",
     "calibrate": "fit exit heads, routers and a draft table",
+    "certify": "find thresholds that hold a risk, with a stated confidence",
 }
 
 

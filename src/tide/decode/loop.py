@@ -301,7 +301,9 @@ class DepthDecoder:
             full = {position: said[k] for k, (s, position, _) in enumerate(at) if s == r}
             self._settle(r, row, full)
             for position in [i for i in row.early if i in full]:
-                self.stats.audit(row.early.pop(position) != full[position])
+                differs = row.early.pop(position) != full[position]
+                row.differed += differs
+                self.stats.audit(differs)
 
     def _settle(self, r: int, row: Row, full: Mapping[int, int] | None = None) -> None:
         """Settle the tokens of a row in order, up to the first of which nothing final is known.

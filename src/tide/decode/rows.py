@@ -40,6 +40,7 @@ class Row:
         accepted: how many of them were right so far.
         left: how tokens left early, by position; of those on top of guesses, if these prove right.
         early: what the exit head said at a position, until full depth has said its word.
+        differed: how often that was another word.
         finished: no more tokens.
     """
 
@@ -56,6 +57,7 @@ class Row:
     accepted: int = 0
     left: dict[int, Left] = field(default_factory=dict)
     early: dict[int, int] = field(default_factory=dict)
+    differed: int = 0
     finished: bool = False
 
     @property

@@ -21,6 +21,7 @@ from tide.errors import ArtifactError
 from tide.exits import files
 from tide.exits.blend import Blend
 from tide.exits.card import model_card
+from tide.exits.certificate import Certificate
 from tide.exits.heads import ExitHead
 from tide.exits.policy import Gate
 from tide.exits.routers import TokenRouter
@@ -53,6 +54,7 @@ class Artifact:
         vocabulary: token ids that the exit heads read, `[v]`; None for all.
         table: tensors of the draft table; empty for none.
         record: how it was made, for people and for `tide report`; not read by the engine.
+        certificates: which risks hold, and under which conditions.
     """
 
     fingerprint: Fingerprint
@@ -62,6 +64,13 @@ class Artifact:
     vocabulary: Tensor | None = None
     table: dict[str, Tensor] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
+    certificates: list[Certificate] = field(default_factory=list)
+
+    @property
+    def exits(self) -> str:
+        """Digest of all that decides who leaves and with which token; a certificate is for one."""
+        header = {"checkpoints": self._header()["checkpoints"]}
+        return files.digest(header, self._tensors())[:16]
 
     def save(self, path: str | Path) -> Path:
         """Write a folder, or one file if `path` ends in `.safetensors` or `.pt`."""
@@ -154,6 +163,7 @@ class Artifact:
             "table": sorted(self.table),
             "vocabulary": None if self.vocabulary is None else len(self.vocabulary),
             "record": self.record,
+            "certificates": [certificate.to_dict() for certificate in self.certificates],
         }
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -181,6 +191,7 @@ class Artifact:
                 "table",
                 "vocabulary",
                 "record",
+                "certificates",
             },
             "the artifact",
         )
@@ -225,6 +236,7 @@ class Artifact:
             vocabulary,
             table,
             header["record"],
+            [Certificate.from_dict(row) for row in header["certificates"]],
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -76,6 +76,18 @@ class Gate:
     router: float | None = None
     top_probability: float | None = None
     blend: float | None = None
+
+    def at(self, boldness: float) -> Gate:
+        """The gate made bolder or safer: the chance of being wrong that is taken, times `boldness`.
+
+        All checkpoints move together, so thresholds are on one path: 1 is as calibrated, 0 lets
+        nobody leave who is not certain.
+        """
+
+        def moved(threshold: float | None) -> float | None:
+            return None if threshold is None else 1 - (1 - threshold) * boldness
+
+        return replace(self, top_probability=moved(self.top_probability), blend=moved(self.blend))
 
 
 class GatePolicy:

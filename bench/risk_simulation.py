@@ -1,0 +1,108 @@
+"""Measures, by simulation, how often certified thresholds break their risk and watches cry wolf.
+
+    python bench/risk_simulation.py --out bench/results/risk_simulation.json
+
+Sequences have a known risk at each threshold. Their tokens are wrong together: each sequence has a
+rate of its own, drawn from a beta distribution; one that is hard at one threshold is hard at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from rich.progress import track
+from scipy.stats import beta
+
+from tide.calibration.bounds import betting, hoeffding_bentkus, learn_then_test
+from tide.watch import Watch
+
+RISK, DELTA = 0.02, 0.05
+CURVE = np.geomspace(0.001, 0.08, 24)  # true risk of each threshold, safest first
+CONCENTRATION = 12.0  # of the beta distribution
+
+Choose = Callable[[np.ndarray], int | None]
+
+
+def sequences(draw: np.random.Generator, risks: np.ndarray, n: int, tokens: int = 64) -> np.ndarray:
+    """Losses of `n` sequences at each threshold, `[thresholds, n]`."""
+    hard, coins = draw.random(n), np.sort(draw.random((n, tokens)), axis=1)
+    a, b = CONCENTRATION * risks[:, None], CONCENTRATION * (1 - risks[:, None])
+    rates = beta.ppf(hard, a, b)  # [thresholds, n]
+    wrong = [np.searchsorted(coins[k], rates[:, k]) for k in range(n)]
+    return np.stack(wrong, axis=1) / tokens
+
+
+def best_looking(losses: np.ndarray) -> int | None:
+    """The boldest threshold whose mean loss is within the risk: what people do by hand."""
+    good = np.flatnonzero(losses.mean(1) <= RISK)
+    return int(good[-1]) if len(good) else None
+
+
+def certified(p_value: Callable[[np.ndarray, float], float]) -> Choose:
+    """Learn-then-test with some p-value."""
+    return lambda losses: learn_then_test(losses, RISK, DELTA, p_value)
+
+
+def violations(choose: Choose, runs: int = 500, n: int = 300) -> tuple[float, float]:
+    """Share of calibrations in which the threshold chosen breaks the risk; its mean true risk."""
+    draw, broken, risks = np.random.default_rng(0), 0, []
+    for _ in track(range(runs), description="calibrations"):
+        picked = choose(sequences(draw, CURVE, n))
+        if picked is not None:
+            broken += CURVE[picked] > RISK
+            risks.append(CURVE[picked])
+    return float(broken / runs), float(np.mean(risks)) if risks else 0.0
+
+
+def alarms(true_risk: float, runs: int, n: int) -> list[int | None]:
+    """For each run, after how many sequences the watch has fired; None if it never did."""
+    draw, found = np.random.default_rng(3), []
+    for _ in track(range(runs), description="runs"):
+        watch = Watch(RISK, DELTA)
+        losses = sequences(draw, np.array([true_risk]), n)[0].tolist()
+        found.append(next((k for k, loss in enumerate(losses, 1) if watch.add(loss)), None))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = {}
+    for name, choose in (
+        ("betting", certified(betting)),
+        ("hoeffding-bentkus", certified(hoeffding_bentkus)),
+        ("best looking", best_looking),
+    ):
+        share, mean = violations(choose)
+        rows[name] = {"violations": share, "mean_true_risk": round(mean, 5)}
+    in_control = alarms(RISK, 1000, 5000)
+    after = {
+        str(times): median(k or 5000 for k in alarms(times * RISK, 200, 5000))
+        for times in (1.5, 2, 4)
+    }
+    document = {
+        "what": "simulated calibrations and watches with a known risk",
+        "conditions": {
+            "risk": RISK, "delta": DELTA, "calibrations": 500, "sequences": 300, "tokens": 64,
+            "thresholds": len(CURVE), "concentration": CONCENTRATION,
+        },
+        "thresholds": rows,
+        "false_alarms": {
+            "runs": 1000, "sequences": 5000,
+            "share": sum(k is not None for k in in_control) / 1000,
+        },
+        "median_sequences_until_noticed": after,
+    }  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

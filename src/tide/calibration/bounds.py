@@ -1,0 +1,73 @@
+"""Gives tests of a risk: is the mean of losses between 0 and 1 below a bound? No model inside.
+
+Hoeffding-Bentkus is due to Bates, Angelopoulos, Lei, Malik and Jordan, "Distribution-free,
+risk-controlling prediction sets", 2021; the betting bound to Waudby-Smith and Ramdas, "Estimating
+means of bounded random variables by betting", 2023; learn-then-test to Angelopoulos, Bates, Candes,
+Jordan and Lei, 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+# From losses, `[n]`, and a risk to the p-value of "the mean loss is above the risk".
+PValue = Callable[[np.ndarray, float], float]
+
+
+def hoeffding_bentkus(losses: np.ndarray, risk: float) -> float:
+    """The smaller of Hoeffding's and Bentkus' p-values; only the mean counts."""
+    from scipy.stats import binom
+
+    n, mean = len(losses), float(np.mean(losses))
+    if mean >= risk:
+        return 1.0
+    hoeffding = np.exp(-n * _divergence(mean, risk))
+    bentkus = np.e * binom.cdf(np.ceil(n * mean - 1e-9), n, risk)
+    return float(min(1.0, hoeffding, bentkus))
+
+
+def betting(losses: np.ndarray, risk: float) -> float:
+    """The p-value of a bettor who wins where losses are small; tighter where they vary little.
+
+    The stake before each loss depends on the losses before it only, so the wealth is a martingale
+    if the mean is the risk, and the inverse of its peak is a p-value (Ville).
+    """
+    n = len(losses)
+    before = np.arange(n)
+    sums = np.concatenate([[0.0], np.cumsum(losses)[:-1]])
+    means = (0.5 + sums) / (before + 1)
+    squares = np.concatenate([[0.0], np.cumsum((losses - means) ** 2)[:-1]])
+    variances = (0.25 + squares) / (before + 1)
+    # The fixed-n stake of the authors, kept so that the wealth stays positive whatever comes.
+    stakes = np.minimum(np.sqrt(2 * np.log(1 / 0.05) / (n * variances)), 0.99 / (1 - risk))
+    wealth = np.cumsum(np.log1p(-stakes * (losses - risk)))
+    return float(min(1.0, np.exp(-max(0.0, wealth.max(initial=0.0)))))
+
+
+def learn_then_test(
+    losses: np.ndarray, risk: float, delta: float, p_value: PValue = betting
+) -> int | None:
+    """The last of some settings, from the safest to the boldest, that is shown to keep the risk.
+
+    Tests them in order, each at level `delta`, and stops at the first that is not shown: with
+    probability at least 1 - delta no setting that breaks the risk is returned.
+
+    Args:
+        losses: of each setting on the same sequences, `[settings, n]`.
+        p_value: whose test.
+    """
+    last = None
+    for setting, row in enumerate(losses):
+        if p_value(row, risk) > delta:
+            break
+        last = setting
+    return last
+
+
+def _divergence(a: float, b: float) -> float:
+    """Of a coin that shows heads with chance `a` from one with chance `b`."""
+    first = a * np.log(a / b) if a > 0 else 0.0
+    second = (1 - a) * np.log((1 - a) / (1 - b)) if a < 1 else 0.0
+    return float(first + second)

@@ -1,0 +1,62 @@
+"""Gives `tide certify MODEL DIR --risk R`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from tide.cli.loading import conditions, data_options, load, model_options
+from tide.config import KV_CACHE_STRATEGIES
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    model_options(parser)
+    parser.add_argument("artifact", type=Path, metavar="DIR", help="an artifact from calibrate")
+    data_options(parser, samples=400)
+    parser.add_argument(
+        "--risk", type=float, nargs="+", default=[0.02], help="shares of tokens that may differ"
+    )
+    parser.add_argument("--delta", type=float, default=0.05, help="chance that it may be wrong")
+    parser.add_argument(
+        "--kv", choices=KV_CACHE_STRATEGIES, default="deferred", help="K and V of early tokens"
+    )
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--batch", type=int, default=8, help="rows decoded together")
+    parser.add_argument(
+        "--test", choices=("betting", "hoeffding-bentkus"), default="betting", help="whose p-value"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="certify risks below the noise of the dtype"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Certify, write the certificates into the artifact, and say what holds."""
+    from tide import __version__
+    from tide.certify import certify
+    from tide.config import TIDEConfig
+    from tide.exits.artifact import Artifact
+
+    model, tokenizer = load(args)
+    least = Artifact.load(args.artifact).config.min_layers
+    config = TIDEConfig(kv_cache_strategy=args.kv, min_layers=least)
+    found = certify(
+        model, tokenizer, args.artifact, args.data, risk=args.risk, delta=args.delta,
+        config=config, samples=args.samples,
+        new_tokens=args.new_tokens, batch=args.batch, test=args.test, force=args.force,
+        version=__version__,
+    )  # fmt: skip
+    for certificate in found:
+        print(
+            f"Risk {certificate.risk:g} holds with confidence {1 - certificate.delta:g}: boldness "
+            f"{certificate.boldness:g}, {certificate.estimate:.2%} measured on "
+            f"{certificate.sequences} sequences."
+        )
+    for risk in sorted(set(args.risk) - {certificate.risk for certificate in found}):
+        print(f"Risk {risk:g} was not shown to hold at any setting. Try more prompts.")
+    return {
+        "conditions": conditions(model),
+        "certificates": [certificate.to_dict() for certificate in found],
+    }

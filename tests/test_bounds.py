@@ -1,0 +1,63 @@
+"""A certified risk holds, and a broken one is noticed, as often as they say: by simulation."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+from risk_simulation import DELTA, RISK, alarms, best_looking, certified, sequences, violations
+
+from tide.calibration.bounds import betting, hoeffding_bentkus, learn_then_test
+from tide.watch import Watch
+
+
+@pytest.mark.parametrize("p_value", [hoeffding_bentkus, betting])
+def test_a_certified_threshold_breaks_the_risk_as_seldom_as_promised(p_value: Any) -> None:
+    share, _ = violations(certified(p_value))
+    assert share <= DELTA + 2 * np.sqrt(DELTA * (1 - DELTA) / 500)
+
+
+def test_the_best_looking_threshold_breaks_it_far_more_often() -> None:
+    assert violations(best_looking)[0] > 0.25
+
+
+def test_betting_is_tighter_where_losses_are_small() -> None:
+    losses = sequences(np.random.default_rng(1), np.array([0.008]), 300)[0]
+    assert betting(losses, RISK) < hoeffding_bentkus(losses, RISK)
+    assert betting(losses, RISK) < DELTA
+
+
+def test_simulated_sequences_have_the_risk_they_are_said_to_have() -> None:
+    losses = sequences(np.random.default_rng(5), np.array([0.01, 0.04]), 20_000)
+    assert losses.mean(1) == pytest.approx([0.01, 0.04], rel=0.05)
+    assert (losses[1] >= losses[0]).all()
+    assert losses[1].std() > 1.5 * np.sqrt(0.04 * 0.96 / 64)  # tokens are wrong together
+
+
+def test_p_values_of_the_null_are_p_values() -> None:
+    draw = np.random.default_rng(2)
+    for p_value in (hoeffding_bentkus, betting):
+        found = [p_value(sequences(draw, np.array([RISK]), 200)[0], RISK) for _ in range(400)]
+        for level in (0.05, 0.2):
+            assert np.mean(np.array(found) <= level) <= level + 2 * np.sqrt(level / 400)
+
+
+def test_a_setting_after_the_first_that_fails_is_not_tested() -> None:
+    losses = np.stack([np.zeros(300), np.full(300, 0.5), np.zeros(300)])
+    assert learn_then_test(losses, RISK, DELTA) == 0
+    assert learn_then_test(losses[1:], RISK, DELTA) is None
+
+
+def test_the_watch_seldom_cries_wolf() -> None:
+    assert sum(k is not None for k in alarms(RISK, 1000, 5000)) / 1000 <= DELTA
+
+
+def test_the_watch_notices_when_the_risk_doubles() -> None:
+    assert median(k or 5000 for k in alarms(2 * RISK, 100, 5000)) < 250
+    watch = Watch(RISK)
+    assert watch.add(1.0) or watch.wealth > 1
+    assert watch.estimate == 1.0
+    watch.reset()
+    assert not watch.fired and watch.wealth == 1.0 and watch.estimate is None
