@@ -209,6 +209,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "runner_overhead": runner_overhead,
     "decode_limit": lambda: _limit("decode_limit_smollm2"),
     "decode_limit_random": lambda: _limit("decode_limit_random"),
+    "decode_limit_random_bf16": lambda: _limit("decode_limit_random_bf16"),
     "lossless": lossless,
     "lossless_by_category": lossless_by_category,
     "exits": exits,
