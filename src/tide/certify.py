@@ -11,14 +11,14 @@ token: after it, the texts of bolder and safer settings part.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tide.calibration.bounds import betting, hoeffding_bentkus
+from tide.calibration.bounds import betting, hoeffding_bentkus, learn_then_test
 from tide.calibration.collect import answer, pad_left
 from tide.calibration.data import encode_prompts, load_texts, text_key
 from tide.calibration.progress import bars
@@ -27,6 +27,7 @@ from tide.engine import TIDE
 from tide.errors import ConfigError, DataError
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import Certificate
+from tide.models.fingerprint import dtype_name
 
 TESTS = {"betting": betting, "hoeffding-bentkus": hoeffding_bentkus}
 # The path: times the chance of being wrong that calibration would take. Safest first.
@@ -90,28 +91,31 @@ def certify(
     with bars(quiet) as bar:
         if model.dtype != torch.float32 and not force and loss is None:
             _refuse_noise(model, tokenizer, encoded[: 2 * batch], new_tokens, risks)
-        open_risks, passed = set(risks), {}
-        for step in boldness:
-            engine = TIDE(model, made, config, boldness=step, audit_rate=1.0, check=False)
-            tick = bar(f"Boldness {step:g}")
-            losses = run(engine, tokenizer, texts, encoded, new_tokens, batch, loss, tick)
-            for wanted in sorted(open_risks):
-                p_value = TESTS[test](losses, wanted)
-                if p_value > delta:
-                    open_risks.discard(wanted)
-                else:
-                    passed[wanted] = (step, float(losses.mean()), p_value)
-            if not open_risks:
-                break
+        runs: list[np.ndarray] = []
+
+        def settings() -> Iterator[np.ndarray]:
+            """The losses of each setting on the path, run when it is first asked for."""
+            for k, step in enumerate(boldness):
+                if k == len(runs):
+                    engine = TIDE(model, made, config, boldness=step, audit_rate=1.0, check=False)
+                    tick = bar(f"Boldness {step:g}")
+                    runs.append(
+                        run(engine, tokenizer, texts, encoded, new_tokens, batch, loss, tick)
+                    )
+                yield runs[k]
+
+        held = {r: learn_then_test(settings(), r, delta, TESTS[test]) for r in risks}
     data = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
     certificates = [
         Certificate(
-            wanted, delta, step, len(texts), estimate, p_value, test,
+            wanted, delta, boldness[last], len(texts), float(runs[last].mean()),
+            TESTS[test](runs[last], wanted), test,
             "tokens that differ from full depth" if loss is None else "task loss", made.exits,
-            str(model.dtype).removeprefix("torch."), config.kv_cache_strategy, batch,
+            dtype_name(model), config.kv_cache_strategy, batch,
             {"do_sample": False, "max_new_tokens": new_tokens}, data, version,
         )
-        for wanted, (step, estimate, p_value) in passed.items()
+        for wanted, last in held.items()
+        if last is not None
     ]  # fmt: skip
     # A new certificate replaces one for the same promise under the same conditions.
     same = {(c.risk, c.delta, c.exits, c.dtype, c.kv_cache_strategy) for c in certificates}
@@ -185,11 +189,11 @@ def _refuse_noise(
     floor = noise_floor(model, tokenizer, encoded, new_tokens)
     below = [risk for risk in risks if risk < floor]
     if below:
-        dtype = str(model.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"In {dtype} this model's full depth differs from itself in {floor:.2%} of tokens when "
-            f"a text is read at once and not token by token; a risk of {below[0]:.2%} is below "
-            "that noise. Ask for a higher risk, use float32, or pass force=True."
+            f"In {dtype_name(model)} this model's full depth differs from itself in {floor:.2%} "
+            "of tokens when a text is read at once and not token by token; a risk of "
+            f"{below[0]:.2%} is below that noise. Ask for a higher risk, use float32, or pass "
+            "force=True."
         )
 
 

@@ -42,7 +42,7 @@ from tide.exits.policy import Gate, GatePolicy, Policy
 from tide.exits.table import ContinuationTable
 from tide.generation import bind_stop_strings, refuse_modes, refuse_options
 from tide.models.attach import attach
-from tide.models.fingerprint import fingerprint
+from tide.models.fingerprint import dtype_name, fingerprint
 from tide.stats import ExitStats
 from tide.watch import Guard, Watch
 
@@ -292,7 +292,7 @@ class TIDE:
 
     def _covering(self, risk: float, delta: float) -> Certificate:
         """The boldest certificate that covers a risk here."""
-        kv, dtype = self.config.kv_cache_strategy, str(self.model.dtype).removeprefix("torch.")
+        kv, dtype = self.config.kv_cache_strategy, dtype_name(self.model)
         if self.config.mode != "exit" or self.config.exit_threshold is not None:
             raise ConfigError(
                 f"risk={risk} chooses the thresholds: it needs mode='exit' and "

@@ -8,7 +8,7 @@ Jordan and Lei, 2021.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def betting(losses: np.ndarray, risk: float) -> float:
 
 
 def learn_then_test(
-    losses: np.ndarray, risk: float, delta: float, p_value: PValue = betting
+    losses: Iterable[np.ndarray], risk: float, delta: float, p_value: PValue = betting
 ) -> int | None:
     """The last of some settings, from the safest to the boldest, that is shown to keep the risk.
 
@@ -55,7 +55,7 @@ def learn_then_test(
     probability at least 1 - delta no setting that breaks the risk is returned.
 
     Args:
-        losses: of each setting on the same sequences, `[settings, n]`.
+        losses: of each setting on the same sequences, `[n]` each; none is asked for in vain.
         p_value: whose test.
     """
     last = None

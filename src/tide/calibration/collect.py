@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from safetensors import safe_open
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from tide.calibration.data import Documents, encode_prompts, encode_texts
 from tide.errors import DataError
+from tide.exits.files import write_whole
 from tide.models.depth import DepthRunner
 
 
@@ -117,21 +117,25 @@ class Collection:
         """The file of a unit."""
         return self.folder / f"{split}-{number:05d}.safetensors"
 
+    def _files(self, split: str) -> list[Path]:
+        """The files of a split's units, in order."""
+        return sorted(self.folder.glob(f"{split}-*.safetensors"))
+
     def units(self, split: str) -> Iterator[Unit]:
         """The units of a split, in order, one at a time."""
-        for path in sorted(self.folder.glob(f"{split}-*.safetensors")):
+        for path in self._files(split):
             yield Unit(**load_file(path))
 
     def states(self, split: str, index: int) -> Iterator[Tensor]:
         """One layer's states of each unit of a split, `[positions, hidden]`; no more is read."""
-        for path in sorted(self.folder.glob(f"{split}-*.safetensors")):
+        for path in self._files(split):
             with safe_open(path, framework="pt") as file:
                 yield file.get_slice("states")[index]
 
     def answers_by_unit(self, split: str) -> Iterator[list[list[int]]]:
         """The answers of each unit of a split, in order, as token ids."""
         names = ("tokens", "ends", "prompts")
-        for path in sorted(self.folder.glob(f"{split}-*.safetensors")):
+        for path in self._files(split):
             with safe_open(path, framework="pt") as file:  # the states stay on disk
                 nothing = torch.empty(0)
                 unit = Unit(nothing, nothing, nothing, *(file.get_tensor(name) for name in names))
@@ -190,8 +194,8 @@ class Collection:
             answers = answer(runner.model, tokenizer, prompts, plan.new_tokens, **options)
         else:
             # Every token of the text but the first is predicted from what stands before it.
-            prompts = [ids[:1] for ids in encode_texts(tokenizer, texts, plan.max_tokens)]
-            answers = [ids[1:] for ids in encode_texts(tokenizer, texts, plan.max_tokens)]
+            whole = encode_texts(tokenizer, texts, plan.max_tokens)
+            prompts, answers = [ids[:1] for ids in whole], [ids[1:] for ids in whole]
         # A prompt to which nothing was said has no position.
         pairs = [pair for pair in zip(prompts, answers, strict=True) if pair[1]]
         if not pairs:
@@ -264,10 +268,3 @@ def answer(
         stop = next((k + 1 for k, token in enumerate(row) if token in ends), len(row))
         said.append(row[:stop])
     return said
-
-
-def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file so that it is there whole or not at all."""
-    scratch = path.with_name(f".{uuid4().hex}-{path.name}")
-    write(scratch)
-    scratch.replace(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tide.calibration.collect import Collection, CollectPlan, process, write_whole
+from tide.calibration.collect import Collection, CollectPlan, process
 from tide.calibration.costs import Costs, measure_costs
 from tide.calibration.data import load_texts, split_documents, text_key
 from tide.calibration.fit import as_served, choose_vocabulary, coverage, fit_heads, fit_router
@@ -31,12 +31,13 @@ from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.errors import ConfigError
 from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.files import write_whole
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
 from tide.models.attach import attach
 from tide.models.depth import DepthRunner
-from tide.models.fingerprint import fingerprint, model_name
+from tide.models.fingerprint import dtype_name, fingerprint, model_name
 
 RISKS = (0.01, 0.02, 0.05)
 LABELS = ("agreement", "cosine")
@@ -117,7 +118,7 @@ def calibrate(
     identity = fingerprint(model, parts)
     plan = CollectPlan(
         layers, on_policy, new_tokens, max_prompt, 0.7, 32, 32, seed, documents.fingerprint,
-        f"{identity.head}{identity.layers}", str(model.dtype).removeprefix("torch."),
+        f"{identity.head}{identity.layers}", dtype_name(model),
     )  # fmt: skip
     collection = Collection(work_folder, plan)
     stages = Stages()
@@ -172,7 +173,7 @@ def calibrate(
         plain = observe(collection, readout, identities, routers, ContinuationTable(table))
         record = {
             "model": model_name(model),
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(model),
             "documents": {"fit": len(documents.fit), "gate": len(documents.gate),
                           "certify": len(documents.certify), "fingerprint": documents.fingerprint},
             "tokens": {"fit": sum(map(len, collection.answers("fit"))),

@@ -33,11 +33,11 @@ def conditions(model: Any) -> dict[str, Any]:
     import transformers
 
     from tide import __version__
-    from tide.models.fingerprint import model_name
+    from tide.models.fingerprint import dtype_name, model_name
 
     return {
         "model": model_name(model),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model),
         "device": str(model.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import safe_open
@@ -30,11 +30,11 @@ def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     text = json.dumps(header, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".pt":
-        _replace(path, lambda p: torch.save({"header": text, "tensors": dict(tensors)}, p))
+        write_whole(path, lambda p: torch.save({"header": text, "tensors": dict(tensors)}, p))
     elif path.suffix == ".safetensors":
-        _replace(path, lambda p: save_file(dict(tensors), p, metadata={"tide": text}))
+        write_whole(path, lambda p: save_file(dict(tensors), p, metadata={"tide": text}))
     else:
-        scratch = path.with_name(f".{os.getpid()}-{path.name}")
+        scratch = _scratch(path)
         scratch.mkdir()
         save_file(dict(tensors), scratch / TENSORS)
         (scratch / HEADER).write_text(text + "\n")
@@ -100,7 +100,13 @@ def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
         return (file.metadata() or {})["tide"], load_file(path)
 
 
-def _replace(path: Path, save: Any) -> None:
-    scratch = path.with_name(f".{os.getpid()}-{path.name}")
+def write_whole(path: Path, save: Callable[[Path], Any]) -> None:
+    """Write a file so that it is there whole or not at all."""
+    scratch = _scratch(path)
     save(scratch)
     scratch.replace(path)
+
+
+def _scratch(path: Path) -> Path:
+    """A name beside `path` that no other process takes, on any machine that shares the folder."""
+    return path.with_name(f".{uuid4().hex}-{path.name}")

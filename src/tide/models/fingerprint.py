@@ -117,3 +117,8 @@ def model_name(model: Any) -> str:
     """The model's hub id, or the name of its folder; never where that folder is."""
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
     return Path(name).name if Path(name).is_absolute() or Path(name).exists() else name
+
+
+def dtype_name(model: Any) -> str:
+    """The precision of the model's weights, as it is written in artifacts and on command lines."""
+    return str(model.dtype).removeprefix("torch.")
