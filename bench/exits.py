@@ -4,7 +4,8 @@
         --out bench/results/exits.json
 
 The audit counts every early token: each row ends with a deep pass over what still waits, which is
-part of the time.
+part of the time. With `--boldness 0.25 0.5 1 2 4 --sides "exits and drafts"` it gives the curve of
+risk and speed.
 """
 
 from __future__ import annotations
@@ -23,17 +24,23 @@ from tide.exits.artifact import Artifact
 COUNTED = ("layers_run", "layers_full", "exited_tokens", "total_tokens", "audited", "differed")
 
 
-def measure(model: Any, tokenizer: Any, made: Artifact, questions: Any, new: int) -> Any:
+SIDES: dict[str, tuple[str, ...]] = {"exits": (), "exits and drafts": ("context", "table")}
+
+
+def measure(model: Any, tokenizer: Any, made: Artifact, questions: Any, args: Any) -> Any:
     """All sides over all prompts, in one dtype."""
-    plain = {"max_new_tokens": new, "do_sample": False}
-    engines = {
-        name: TIDE(
-            model,
-            made,
-            TIDEConfig(exit_threshold=None, min_layers=0, drafts=drafts, audit_tail=True),
-        )
-        for name, drafts in (("exits", ()), ("exits and drafts", ("context", "table")))
-    }
+    plain = {"max_new_tokens": args.new, "do_sample": False}
+    lossless = TIDEConfig(mode="lossless", drafts=("context", "table"))
+    engines = {"lossless": TIDE(model, made, lossless, check=False)}
+    boldness: dict[str, float] = {}
+    for side in args.sides:
+        for bold in args.boldness:
+            name = side if args.boldness == [1.0] else f"{side}, boldness {bold:g}"
+            config = TIDEConfig(
+                exit_threshold=None, min_layers=0, drafts=SIDES[side], audit_tail=True
+            )
+            engines[name] = TIDE(model, made, config, boldness=bold, check=False)
+            boldness[name] = bold
     sides: dict[str, Any] = {"bare": lambda batch: model.generate(**batch, **plain)}
     for name, tide in engines.items():
         sides[name] = lambda batch, tide=tide: tide.generate(**batch, **plain)
@@ -47,7 +54,7 @@ def measure(model: Any, tokenizer: Any, made: Artifact, questions: Any, new: int
     rows = race(sides, tokenizer, questions, after)
     for row in rows:
         if count := counts.get(row["side"]):
-            row |= count
+            row |= count | {"boldness": boldness.get(row["side"])}
             row["exit_rate"] = round(count["exited_tokens"] / count["total_tokens"], 4)
             # Over all tokens, as risk is counted; not over the early ones alone.
             row["disagreement"] = round(count["differed"] / count["total_tokens"], 4)
@@ -61,6 +68,8 @@ def main() -> None:
     options.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     options.add_argument("--prompts", type=int, default=48)
     options.add_argument("--new", type=int, default=128)
+    options.add_argument("--boldness", type=float, nargs="+", default=[1.0])
+    options.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
@@ -68,7 +77,7 @@ def main() -> None:
     results = []
     for dtype in args.dtype:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype))
-        sides = measure(model, tokenizer, made, spec_bench(args.prompts), args.new)
+        sides = measure(model, tokenizer, made, spec_bench(args.prompts), args)
         results.append({"dtype": dtype, "sides": sides})
     report(
         "early exit on Spec-Bench prompts at batch 1, against bare generate",

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import transformers
 from rich.progress import track
 
 import tide
+from tide.bench.race import Side
+from tide.bench.race import race as timed
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -50,21 +53,45 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
     return {f"p{p}_ms": round(1e3 * cuts[p // 10 - 1], 3) for p in (20, 50, 80)}
 
 
-def spec_bench(count: int) -> list[dict[str, str]]:
-    """First turns of Spec-Bench, `count` of them spread evenly over its categories, in order."""
+def rows_of(path: str) -> list[dict[str, Any]]:
+    """The rows of a file in the data folder."""
     data = os.environ.get("TIDE_DATA")
     if not data:
-        raise SystemExit("Set TIDE_DATA to a folder that has spec_bench/question.jsonl.")
-    lines = (Path(data) / "spec_bench" / "question.jsonl").read_text().splitlines()
+        raise SystemExit(f"Set TIDE_DATA to a folder that has {path}.")
+    return [json.loads(line) for line in (Path(data) / path).read_text().splitlines()]
+
+
+def spec_bench(count: int) -> list[dict[str, str]]:
+    """First turns of Spec-Bench, `count` of them spread evenly over its categories, in order."""
     by_category: dict[str, list[str]] = {}
-    for line in lines:
-        row = json.loads(line)
+    for row in rows_of("spec_bench/question.jsonl"):
         by_category.setdefault(row["category"], []).append(row["turns"][0])
     picked: list[dict[str, str]] = []
     while len(picked) < count:
         turn = len(picked) // len(by_category)
         picked += [{"category": c, "text": texts[turn]} for c, texts in by_category.items()]
     return picked[:count]
+
+
+def _all_but_maths() -> list[str]:
+    rows = rows_of("spec_bench/question.jsonl")
+    return [row["turns"][0] for row in rows if not row["category"].startswith("math")]
+
+
+def _gsm8k() -> list[str]:
+    return [row["question"] for row in rows_of("gsm8k/test.jsonl")]
+
+
+def shuffled(texts: list[str]) -> list[str]:
+    """In an order of their own, the same every time."""
+    return random.Random(0).sample(texts, len(texts))
+
+
+# Sources of prompts that have nothing in common.
+SOURCES: dict[str, Callable[[], list[str]]] = {
+    "spec_bench": lambda: shuffled(_all_but_maths()),
+    "gsm8k": lambda: shuffled(_gsm8k()),
+}
 
 
 def chat(tokenizer: Any, texts: list[str]) -> Any:
@@ -78,64 +105,17 @@ def chat(tokenizer: Any, texts: list[str]) -> Any:
     )
 
 
-Side = Callable[[Any], torch.Tensor]
-
-
 def race(
     sides: dict[str, Side],
     tokenizer: Any,
     questions: list[dict[str, str]],
     after: Callable[[dict[str, torch.Tensor]], None] = lambda out: None,
 ) -> list[dict[str, Any]]:
-    """Every prompt through every side in turn; who goes first changes.
-
-    Args:
-        sides: from an encoded prompt to the ids that come out; the first is the baseline.
-        after: called with what each side has made of a prompt.
-
-    Returns:
-        For each side, milliseconds per token and the speed-up over the baseline.
-    """
-    order, first = list(sides), next(iter(sides))
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    tokens: dict[str, list[int]] = {name: [] for name in sides}
-    for turn in track(range(-1, len(questions)), description="prompts"):
-        batch = chat(tokenizer, [questions[max(turn, 0)]["text"]])
-        given = batch["input_ids"].shape[1]
-        out: dict[str, torch.Tensor] = {}
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
-            began = time.perf_counter()
-            out[name] = sides[name](batch)
-            if turn >= 0:  # the first goes round once more than the others, to warm up
-                seconds[name].append(time.perf_counter() - began)
-                tokens[name].append(out[name].shape[1] - given)
-        if turn >= 0:
-            after(out)
-    per_token = {name: sum(seconds[name]) / sum(tokens[name]) for name in sides}
-    rates = {  # outputs may differ in length, so a prompt's speed is per token too
-        name: [t / s for t, s in zip(tokens[name], seconds[name], strict=True)] for name in sides
-    }
-    rows = []
-    for name in sides:
-        ratios = [ours / bare for ours, bare in zip(rates[name], rates[first], strict=True)]
-        by_category: dict[str, list[float]] = {}
-        for question, ratio in zip(questions, ratios, strict=True):
-            by_category.setdefault(question["category"], []).append(ratio)
-        deciles = statistics.quantiles(ratios, n=10)
-        speedup = per_token[first] / per_token[name]
-        rows.append(
-            {
-                "side": name,
-                "ms_per_token": round(1e3 * per_token[name], 2),
-                "speedup": round(speedup, 3),
-                "speedup_of_a_prompt": {
-                    f"p{p}": round(deciles[p // 10 - 1], 3) for p in (20, 50, 80)
-                },
-                "by_category": {c: round(statistics.mean(r), 3) for c, r in by_category.items()},
-                "tokens": sum(tokens[name]),
-            }
-        )
-        print(f"{name}: {speedup:.3f}x {first}")
+    """Questions through every side in turn; see `tide.bench.race`."""
+    prompts = [chat(tokenizer, [question["text"]]) for question in questions]
+    rows = timed(sides, prompts, after, categories=[q["category"] for q in questions])
+    for row in rows:
+        print(f"{row['side']}: {row['speedup']:.3f}x {rows[0]['side']}")
     return rows
 
 

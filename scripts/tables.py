@@ -205,6 +205,98 @@ def risk_simulation() -> str:
     return table(head, rows) + note + conditions(found["conditions"])
 
 
+def _fine(share: float) -> str:
+    return f"{100 * share:.2f} %"
+
+
+def certificates() -> str:
+    rows, of = [], [read(f"certificates_{name}") for name in ("spec_bench", "gsm8k")]
+    for found in of:
+        for row in found["results"]:
+            made = row["certificate"]
+            for at in (row[where] for where in ("same_source", "other_source") if where in row):
+                after = at.get("after_the_breaker")
+                rows.append((
+                    found["conditions"]["certified_on"], _fine(made["risk"]),
+                    f"{made['boldness']:g}", f"{_fine(made['estimate'])} of {made['sequences']}",
+                    at["source"],
+                    f"{_fine(at['measured'])} ± {_fine(at['standard_error'])} of {at['sequences']}",
+                    f"after {at['watch_fired_after']}" if at["watch_fired_after"] else "silent",
+                    f"{after['identical']} of {after['sequences']}, {after['early_tokens']} early"
+                    if after else "",
+                ))  # fmt: skip
+    head = ("certified on", "promised", "boldness", "measured there", "fresh prompts of",
+            "measured", "watch", "then identical to full depth, tokens that left")  # fmt: skip
+    missing = [
+        f"{_fine(risk)} on {found['conditions']['certified_on']}"
+        for found in of
+        for risk in found["conditions"]["risks"]
+        if risk not in [row["certificate"]["risk"] for row in found["results"]]
+    ]
+    note = f"\n\nNot shown to hold at any setting: {', '.join(missing)}." if missing else ""
+    return table(head, rows) + note + "".join(conditions(found["conditions"]) for found in of)
+
+
+def noise_floor() -> str:
+    found = read("noise_floor")
+    rows = [(r["read"], _fine(r["share"]), r["differs"]) for r in found["results"]]
+    head = ("read again as", "differs", "tokens")
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def risk_speed() -> str:
+    found = read("risk_speed")
+    rows = [
+        (s["side"], f"{s['speedup']:.2f}x",
+         " / ".join(f"{s['speedup_of_a_prompt'][p]:.2f}" for p in ("p20", "p50", "p80")),
+         _fine(s["disagreement"]) if "disagreement" in s else "",
+         percent(s["exit_rate"]) if "exit_rate" in s else "")
+        for s in found["results"][0]["sides"]
+    ]  # fmt: skip
+    head = ("side", "speed-up", "of a prompt, p20 / p50 / p80", "differ from full depth",
+            "tokens that left")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def attack() -> str:
+    found = read("attack")
+    rows = []
+    for r in found["results"]:
+        served = r.get("served", {})
+        after = served.get("after_the_breaker")
+        rows.append((
+            r["goal"], r["tried"], percent(r["start"]["mean"]), percent(r["end"]["mean"]),
+            percent(r["end"]["best"]), percent(served["promised"]) if served else "",
+            f"after {served['watch_fired_after']}" if served.get("watch_fired_after") else "silent",
+            f"{after['identical']} of {after['sequences']}, {after['early_tokens']} early"
+            if after else "",
+        ))  # fmt: skip
+    head = ("goal", "prompts tried", "at the start, mean", "found, mean", "found, best",
+            "promised", "watch", "then identical to full depth, tokens that left")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def vllm(name: str) -> str:
+    found = read(name)
+    rows = []
+    for r in found["results"]:
+        for s in r["sides"]:
+            drafted = s.get("drafted_tokens")
+            rows.append((
+                r["batch"], s["side"], s["tokens_per_second"], f"{s['speedup']:.2f}x",
+                " to ".join(f"{s['speedup_of_a_round'][k]:.2f}" for k in ("least", "most")),
+                f"{s['reached']:.2f} of {s['limit']:.2f}x" if "limit" in s else "",
+                f"{s['accepted_tokens']} of {drafted}" if drafted else "",
+                f"{s['identical_outputs']} of {s['outputs']}",
+            ))  # fmt: skip
+    head = ("batch", "side", "tokens/s", "speed-up", "of a round", "reached of the limit",
+            "drafts accepted", "identical to stock")  # fmt: skip
+    keep = [i for i, _ in enumerate(head) if any(str(row[i]) for row in rows)]
+    return table([head[i] for i in keep], ([row[i] for i in keep] for row in rows)) + conditions(
+        found["conditions"]
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "runner_overhead": runner_overhead,
     "decode_limit": lambda: _limit("decode_limit_smollm2"),
@@ -220,6 +312,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "assess": assess,
     "calibration_others": calibration_others,
     "risk_simulation": risk_simulation,
+    "certificates": certificates,
+    "noise_floor": noise_floor,
+    "risk_speed": risk_speed,
+    "attack": attack,
+    "vllm_exits": lambda: vllm("vllm_exits"),
+    "vllm_drafts": lambda: vllm("vllm_drafts"),
 }
 
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tide
+from tide.certify import certify
+from tide.config import TIDEConfig
+from tide.exits.artifact import Artifact
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,6 +33,63 @@ def smollm2_path() -> Path:
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script.obtain()
+
+
+@pytest.fixture(scope="session")
+def model(smollm2_path: Path) -> Any:
+    """SmolLM2 in fp32."""
+    return AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_path: Path) -> Any:
+    """Its tokenizer, for batches."""
+    return AutoTokenizer.from_pretrained(smollm2_path, padding_side="left")
+
+
+def questions(things: str) -> list[str]:
+    """Eight questions about each of some things."""
+    asks = (
+        "Explain {} to a child.", "What is {}?", "Write a short story about {}.",
+        "List five facts about {}.", "Why does {} matter?", "Describe the history of {}.",
+        "Give me advice on {}.", "How does {} work?",
+    )  # fmt: skip
+    return [ask.format(thing) for thing in things.split(", ") for ask in asks]
+
+
+@pytest.fixture(scope="session")
+def small_artifact(model: Any, tokenizer: Any, tmp_path_factory: Any) -> Path:
+    """SmolLM2 calibrated on a small budget."""
+    folder: Path = tmp_path_factory.mktemp("small") / "router"
+    tide.calibrate(
+        model,
+        tokenizer,
+        folder,
+        TIDEConfig(checkpoint_interval=8, min_layers=16),
+        data=questions(
+            "the sea, bread, a bicycle, the moon, chess, rain, gold, a violin, trade, the heart, "
+            "maps, glass"
+        ),
+        new_tokens=96,
+        vocabulary=4096,
+        epochs=16,
+        quiet=True,
+    )
+    return folder
+
+
+@pytest.fixture(scope="session")
+def certified_artifact(model: Any, tokenizer: Any, small_artifact: Path) -> Path:
+    """The same with a certificate for vLLM, for a risk as large as so few sequences can show."""
+    folder = small_artifact.parent / "certified"
+    Artifact.load(small_artifact).save(folder)
+    config = TIDEConfig(kv_cache_strategy="propagate", min_layers=24)
+    texts = questions("a river, the sun, paper, a clock, salt, the wind, wool, bees")
+    (_,) = certify(
+        model, tokenizer, folder, texts, risk=0.2, config=config, boldness=(1.0,), new_tokens=24,
+        batch=32, quiet=True,
+    )  # fmt: skip
+    return folder
 
 
 @pytest.fixture(scope="session")

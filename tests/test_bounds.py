@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from risk_simulation import DELTA, RISK, alarms, best_looking, certified, sequences, violations
 
-from tide.calibration.bounds import betting, hoeffding_bentkus, learn_then_test
+from tide.calibration.bounds import (
+    betting,
+    fewest_sequences,
+    hoeffding_bentkus,
+    learn_then_test,
+)
 from tide.watch import Watch
 
 
@@ -61,3 +66,12 @@ def test_the_watch_notices_when_the_risk_doubles() -> None:
     assert watch.estimate == 1.0
     watch.reset()
     assert not watch.fired and watch.wealth == 1.0 and watch.estimate is None
+
+
+@pytest.mark.parametrize(("risk", "n"), [(0.01, 299), (0.02, 149), (0.05, 59)])
+def test_so_many_sequences_are_needed_even_if_nothing_differs(risk: float, n: int) -> None:
+    assert fewest_sequences(risk, 0.05) == n
+    for p_value in (betting, hoeffding_bentkus):
+        assert p_value(np.zeros(n - 1), risk) > 0.05
+    assert hoeffding_bentkus(np.zeros(n), risk) <= 0.05
+    assert betting(np.zeros(n + n // 8), risk) <= 0.05

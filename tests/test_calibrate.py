@@ -75,7 +75,7 @@ def test_heads_learn_the_full_model(tmp_path: Path) -> None:
 def test_interrupted_it_goes_on_and_ends_the_same(tmp_path: Path, monkeypatch: Any) -> None:
     model = tiny_model("llama")
     # Gates are chosen by measured costs, which no two runs share.
-    costs = Costs(layer=1.0, head=2.0, exit_head=0.5, router=0.05)
+    costs = Costs(layer=1.0, start=1.5, head=2.0, exit_head=0.5, router=0.05)
     monkeypatch.setattr(pipeline, "measure_costs", lambda *args: costs)
     whole = run(model, tmp_path / "whole")
     units = collect.Collection._unit
@@ -270,7 +270,7 @@ def test_checkpoints_mean_what_was_published() -> None:
     assert checkpoint_layers(TIDEConfig(checkpoint_interval=4, min_layers=0), 8) == (3,)
 
 
-COSTS = Costs(layer=1.0, head=2.0, exit_head=0.5, router=0.05)
+COSTS = Costs(layer=1.0, start=1.5, head=2.0, exit_head=0.5, router=0.05)
 
 
 def synthetic(layer: int, n: int = 6000, seed: int = 0, skill: float = 0.3) -> Scores:
@@ -333,7 +333,7 @@ def test_exits_are_chosen_jointly_by_what_they_cost() -> None:
         assert follow(some, choice.gates, COSTS, 30) == choice
         json.dumps(choice.to_dict())
     # Where a head costs more than the layers it saves, nobody leaves.
-    dear = Costs(layer=1.0, head=2.0, exit_head=40.0, router=0.05)
+    dear = Costs(layer=1.0, start=1.5, head=2.0, exit_head=40.0, router=0.05)
     assert all(choice.leave == 0 for choice in choose(scores, 0.02, dear, 30))
     # A checkpoint that is never right is left by no more than the risk allows.
     for at in scores:
@@ -346,18 +346,18 @@ def test_what_gates_do_is_counted_token_by_token() -> None:
     gates = [Gate(router=0.4, blend=0.7), Gate(blend=0.5)]
     seconds = wrong = saved = left = 0.0
     for t in range(200):
-        seconds += 30 + 2
+        seconds += 1.5 + 30 + 2
         for at, gate in zip(scores, gates, strict=True):
             seconds += COSTS.router
-            if gate.router is not None and at.router[t] < gate.router:
-                continue
-            seconds += COSTS.exit_head
-            if at.blend[t] >= gate.blend:
-                seconds -= 30 - at.layer - 1 + COSTS.head
-                saved, left, wrong = saved + 29 - at.layer, left + 1, wrong + (not at.right[t])
-                break
+            if gate.router is None or at.router[t] >= gate.router:
+                seconds += COSTS.exit_head
+                if at.blend[t] >= gate.blend:
+                    seconds -= 30 - at.layer - 1 + COSTS.head
+                    saved, left, wrong = saved + 29 - at.layer, left + 1, wrong + (not at.right[t])
+                    break
+            seconds += COSTS.start
     found = follow(scores, gates, COSTS, 30)
-    assert found.speedup == pytest.approx(200 * 32 / seconds)
+    assert found.speedup == pytest.approx(200 * 33.5 / seconds)
     assert (found.leave, found.wrong) == pytest.approx((left / 200, wrong / 200))
     assert found.depth_saved == pytest.approx(saved / (200 * 30))
 

@@ -29,8 +29,9 @@ ALWAYS = ScriptedPolicy(lambda place, checkpoint: True)
 
 def certificate(made: Artifact, **changes: Any) -> Certificate:
     usual: dict[str, Any] = {
-        "risk": 0.02, "delta": 0.05, "boldness": 0.5, "sequences": 300, "estimate": 0.01,
-        "p_value": 0.01, "test": "betting", "loss": "tokens", "exits": made.exits,
+        "risk": 0.02, "delta": 0.05, "boldness": 0.5, "thresholds": made.thresholds(0.5, 0),
+        "sequences": 300, "estimate": 0.01, "p_value": 0.01, "test": "betting", "loss": "tokens",
+        "model": made.fingerprint.to_dict(), "exits": made.exits, "min_layers": 0,
         "dtype": "float32", "kv_cache_strategy": "deferred", "batch": 1, "generation": {},
         "data": "d", "tide": "0",
     }  # fmt: skip
@@ -65,6 +66,7 @@ def test_a_risk_needs_a_certificate_that_covers_it(model: Any, made: Artifact) -
         ({"dtype": "bfloat16"}, "is for dtype bfloat16"),
         ({"kv_cache_strategy": "propagate"}, "is for kv_cache_strategy propagate"),
         ({"exits": "others"}, "is for other exits"),
+        ({"min_layers": 3, "thresholds": made.thresholds(1.0, 3)}, "is for min_layers 3"),
     ):
         made.certificates = [certificate(made, **changes)]
         with pytest.raises(CertificateError, match=words):
@@ -131,6 +133,38 @@ def test_the_breaker_restores_full_depth(model: Any) -> None:
     assert engine.last_stats.exited_tokens == 0
     engine.guard.reset()
     assert not torch.equal(engine.generate(**kwargs), expected)
+
+
+def test_the_breaker_trips_in_the_middle_of_a_batch(model: Any) -> None:
+    """When a row ends and the watch fires, the rest of its mates' text is full depth's own."""
+    kwargs = {**prompts(4), **GREEDY, "eos_token_id": None}
+    start = kwargs["input_ids"].shape[1]
+    wrong = serve(model, artifact(WrongHead), policy=ALWAYS).generate(**kwargs)
+    # One row ends early: on a token that no row says before.
+    first, at = next(
+        (row, at) for at in range(3, 12) for row in range(4)
+        if not (wrong[:, start : start + at] == wrong[row, start + at]).any()
+        and (wrong[:, start + at] == wrong[row, start + at]).sum() == 1
+    )  # fmt: skip
+    ends = {"eos_token_id": int(wrong[first, start + at]), "pad_token_id": 0}
+    config = TIDEConfig(exit_threshold=None, min_layers=0, audit_tail=True)
+    engine = serve(model, artifact(WrongHead), policy=ALWAYS, config=config)
+    engine.guard = Guard(Watch(0.02, delta=0.95), "full_depth")
+    with pytest.warns(DriftWarning):
+        out = engine.generate(**{**kwargs, **ends})
+    assert engine.guard.watch.sequences == 1
+    for row in {0, 1, 2, 3} - {first}:
+        depths = engine.last_stats.depths[row]
+        early = [i for i, depth in enumerate(depths) if depth < 6]
+        tripped = start + early[-1] + 1
+        assert early[-1] in (at, at + 1)  # a chunk may have settled one more
+        assert torch.equal(out[row, :tripped], wrong[row, :tripped])
+        mask = torch.cat([kwargs["attention_mask"][row], torch.ones(early[-1] + 1).long()])
+        expected = model.generate(
+            out[row, None, :tripped], attention_mask=mask[None], do_sample=False,
+            max_new_tokens=start + len(depths) - tripped, **ends,
+        )  # fmt: skip
+        assert torch.equal(out[row, : start + len(depths)], expected[0])
 
 
 def _until_tripped(engine: TIDE, kwargs: dict[str, Any]) -> None:

@@ -36,18 +36,29 @@ def test_assess(folder: Path, capsys: Any) -> None:
     assert found["documents"] == 4 and found["agreement"][-1] == 1.0 and "verdict" in found
 
 
+def calibrate(folder: Path) -> Path:
+    model, texts, out = (str(folder / name) for name in ("model", "texts.txt", "router"))
+    words = ["calibrate", model, "-o", out, "--data", texts, "--new-tokens", "6", "--json"]
+    words += ["--interval", "2", "--min-layers", "2", "--vocabulary", "64", "--bottleneck", "8"]
+    assert main(words) == 0
+    return folder / "router"
+
+
+def test_bench(folder: Path, capsys: Any) -> None:
+    words = ["bench", str(folder / "model"), str(calibrate(folder))]
+    words += ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--json"]
+    assert main([*words, "--samples", "2", "--out", str(folder / "bench.json")]) == 0
+    found = last_line(capsys)
+    assert json.loads((folder / "bench.json").read_text()) == found
+    sides = [row["side"] for row in found["results"]]
+    assert sides == ["generate", "prompt lookup", "off", "lossless", "exit"]
+    assert found["results"][3]["layers_run"] > 0
+    assert main([*words, "--samples", "4", "--attack", "--rounds", "1"]) == 0
+    assert [row["goal"] for row in last_line(capsys)["results"]] == ["wrong", "deep"]
+
+
 def test_calibrate(folder: Path, capsys: Any) -> None:
-    out = folder / "router"
-    words = [
-        "calibrate",
-        str(folder / "model"),
-        "-o",
-        str(out),
-        "--data",
-        str(folder / "texts.txt"),
-    ]
-    words += ["--new-tokens", "6", "--interval", "2", "--min-layers", "2", "--vocabulary", "64"]
-    assert main([*words, "--bottleneck", "8", "--json"]) == 0
+    out = calibrate(folder)
     assert last_line(capsys)["documents"]["fit"] == 26
     made = Artifact.from_pretrained(out)
     assert made.config.checkpoint_interval == 2

@@ -22,9 +22,11 @@ from transformers.generation.streamers import BaseStreamer
 from test_generate import GREEDY, artifact, engine, prompts
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
+from tide.decode.loop import DepthDecoder
 from tide.engine import TIDE
 from tide.errors import ArtifactError, ConfigError, UnsupportedGenerationError
 from tide.exits.policy import Gate, GatePolicy, ScriptedPolicy
+from tide.models.cache import WaterlineCache
 from tiny import tiny_model
 
 
@@ -357,6 +359,20 @@ def test_two_threads_share_one_engine() -> None:
         thread.join(timeout=120)
     assert not any(thread.is_alive() for thread in threads)
     assert not wrong
+
+
+@pytest.mark.parametrize("mode", ["off", "lossless", "exit"])
+def test_a_call_leaves_nothing_for_the_garbage_collector(mode: str) -> None:
+    """A cache in a reference cycle would live on until a collection, gigabytes later."""
+    tide = engine(tiny_model("llama"), mode)
+    gc.collect()
+    gc.disable()
+    try:
+        tide.generate(**prompts(2), **GREEDY)
+        left = [o for o in gc.get_objects() if isinstance(o, (DepthDecoder, WaterlineCache))]
+    finally:
+        gc.enable()
+    assert not left
 
 
 def test_memory_stays_flat_over_a_thousand_calls() -> None:

@@ -21,15 +21,11 @@ from tide.exits.policy import Gate, Place, ScriptedPolicy
 from tide.models.depth import DepthRunner
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
+from tide.watch import DriftWarning, Guard, Watch
 
 pytestmark = [pytest.mark.real, pytest.mark.xdist_group("smollm2")]
 
 TEXT = "Once upon a time, in a small town by the sea, there lived a clockmaker who"
-
-
-@pytest.fixture(scope="module")
-def model(smollm2_path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(smollm2_path, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +73,6 @@ def artifact(model: Any) -> Artifact:
         for layer in (7, 15, 23)
     ]
     return Artifact(fingerprint(model, locate(model)), 576, checkpoints)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_path: Path) -> Any:
-    return AutoTokenizer.from_pretrained(smollm2_path, padding_side="left")
 
 
 def chat(tokenizer: Any, texts: list[str]) -> dict[str, torch.Tensor]:
@@ -154,36 +145,39 @@ def test_the_published_example_runs_unchanged(
 
 
 def test_calibrates_end_to_end_on_a_small_budget(
-    model: Any, smollm2_path: Path, tmp_path: Path
+    model: Any, tokenizer: Any, small_artifact: Path
 ) -> None:
-    asks = (
-        "Explain {} to a child.", "What is {}?", "Write a short story about {}.",
-        "List five facts about {}.", "Why does {} matter?", "Describe the history of {}.",
-        "Give me advice on {}.", "How does {} work?",
-    )  # fmt: skip
-    things = (
-        "the sea", "bread", "a bicycle", "the moon", "chess", "rain", "gold", "a violin", "trade",
-        "the heart", "maps", "glass",
-    )  # fmt: skip
-    made = tide.calibrate(
-        model,
-        AutoTokenizer.from_pretrained(smollm2_path, padding_side="left"),
-        tmp_path / "router",
-        TIDEConfig(checkpoint_interval=8, min_layers=16),
-        data=[ask.format(thing) for thing in things for ask in asks],
-        new_tokens=96,
-        vocabulary=4096,
-        epochs=16,
-        quiet=True,
-    )
+    made = Artifact.load(small_artifact)
     heads = made.record["heads"]
     at = heads["layers"].index(23)
     assert heads["agreement"][at] >= heads["identity"][at] + 0.20, heads
-    ids = torch.tensor([AutoTokenizer.from_pretrained(smollm2_path)(TEXT)["input_ids"]])
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
     options = {"max_new_tokens": 48, "do_sample": False}
-    lossless = TIDE.TIDE(model, tmp_path / "router")
+    lossless = TIDE.TIDE(model, small_artifact)
     assert torch.equal(lossless.generate(ids, **options), model.generate(ids, **options))
-    early = TIDE.TIDE(model, tmp_path / "router", config=TIDEConfig(exit_threshold=0.5))
+    early = TIDE.TIDE(model, small_artifact, config=TIDEConfig(exit_threshold=0.5))
     early.generate(ids, **options)
     assert early.last_stats.exited_tokens > 0
     assert early.last_stats.layers_run < early.last_stats.layers_full
+    repeats_itself(early, chat(tokenizer, ["What is the sea?", "Why?", TEXT, "Name a colour."]))
+    early.guard = Guard(Watch(0.001, delta=0.5), "full_depth")
+    with pytest.warns(DriftWarning):
+        early.guard.add([1.0] * 9)
+    assert torch.equal(early.generate(ids, **options), model.generate(ids, **options))
+
+
+def repeats_itself(engine: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Exits say the same run after run, greedy or drawn, and whoever shares the batch."""
+    greedy: Any = {"max_new_tokens": 32, "do_sample": False}
+    out = engine.generate(**batch, **greedy)
+    assert engine.last_stats.exited_tokens > 0
+    assert torch.equal(engine.generate(**batch, **greedy), out)
+    for row in range(len(out)):
+        real = batch["attention_mask"][row].bool()
+        alone = engine.generate(batch["input_ids"][row][real][None], **greedy)[0, int(real.sum()) :]
+        assert out[row, -(out.shape[1] - real.shape[0]) :].tolist()[: len(alone)] == alone.tolist()
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        drawn.append(engine.generate(**batch, max_new_tokens=16, do_sample=True))
+    assert torch.equal(*drawn)

@@ -66,7 +66,8 @@ def certify(
         prompts: a file, a data set or texts; those that calibration has used are left out.
         risk: share of tokens that may differ from full depth; one or several.
         delta: chance that a certificate may be wrong, each.
-        config: as it will be deployed: `kv_cache_strategy` and drafts count.
+        config: as it will be deployed: `kv_cache_strategy` and `min_layers` count. Drafts only
+            change the size of passes, which in half precision flips near-ties and no more.
         samples: most prompts to take.
         new_tokens: longest answer.
         max_prompt: longest prompt.
@@ -85,7 +86,7 @@ def certify(
     risks = sorted({risk} if isinstance(risk, (int, float)) else set(risk))
     config = config or TIDEConfig(min_layers=made.config.min_layers)
     config = config.with_(mode="exit", exit_threshold=None, audit_tail=True)
-    _check(risks, delta, boldness, test)
+    _check(risks, delta, boldness, test, config)
     texts = unseen(load_texts(prompts), made)[:samples]
     encoded = encode_prompts(tokenizer, texts, max_prompt)
     with bars(quiet) as bar:
@@ -108,24 +109,41 @@ def certify(
     data = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
     certificates = [
         Certificate(
-            wanted, delta, boldness[last], len(texts), float(runs[last].mean()),
-            TESTS[test](runs[last], wanted), test,
-            "tokens that differ from full depth" if loss is None else "task loss", made.exits,
-            dtype_name(model), config.kv_cache_strategy, batch,
-            {"do_sample": False, "max_new_tokens": new_tokens}, data, version,
+            risk=wanted,
+            delta=delta,
+            boldness=boldness[last],
+            thresholds=made.thresholds(boldness[last], config.min_layers),
+            sequences=len(texts),
+            estimate=float(runs[last].mean()),
+            p_value=TESTS[test](runs[last], wanted),
+            test=test,
+            loss="tokens that differ from full depth" if loss is None else "task loss",
+            model=made.fingerprint.to_dict(),
+            exits=made.exits,
+            min_layers=config.min_layers,
+            dtype=dtype_name(model),
+            kv_cache_strategy=config.kv_cache_strategy,
+            batch=batch,
+            generation={"do_sample": False, "max_new_tokens": new_tokens},
+            data=data,
+            tide=version,
         )
         for wanted, last in held.items()
         if last is not None
-    ]  # fmt: skip
-    # A new certificate replaces one for the same promise under the same conditions.
-    same = {(c.risk, c.delta, c.exits, c.dtype, c.kv_cache_strategy) for c in certificates}
-    made.certificates = [
-        c for c in made.certificates
-        if (c.risk, c.delta, c.exits, c.dtype, c.kv_cache_strategy) not in same
-    ] + certificates  # fmt: skip
+    ]
+    # What was tested anew counts anew: a promise that was not shown again no longer holds.
+    tested = {
+        (r, delta, made.exits, config.min_layers, dtype_name(model), config.kv_cache_strategy)
+        for r in risks
+    }
+    made.certificates = [c for c in made.certificates if _promise(c) not in tested] + certificates
     if not isinstance(artifact, Artifact):
         made.save(artifact)
     return certificates
+
+
+def _promise(of: Certificate) -> tuple[Any, ...]:
+    return of.risk, of.delta, of.exits, of.min_layers, of.dtype, of.kv_cache_strategy
 
 
 def unseen(texts: Sequence[str], made: Artifact) -> list[str]:
@@ -157,7 +175,15 @@ def run(
         ids, mask = pad_left(tokenizer, encoded[start : start + batch], engine.model.device)
         out = engine.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
         if loss is None:
-            losses += [float(x) for x in engine.last_stats.losses if x is not None]
+            found = engine.last_stats.losses
+            if None in found:
+                raise ConfigError(
+                    "This model's generation config changes its logits (a penalty, a bad-words "
+                    "list), so that full depth's word on a text is not its likeliest token, and "
+                    f"kv_cache_strategy={engine.config.kv_cache_strategy!r} cannot be checked. Use "
+                    "'deferred', clear the generation config, or give a loss of your own."
+                )
+            losses += [float(x) for x in found if x is not None]
         else:
             said = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
             some = texts[start : start + batch]
@@ -197,7 +223,11 @@ def _refuse_noise(
         )
 
 
-def _check(risks: Sequence[float], delta: float, boldness: Sequence[float], test: str) -> None:
+def _check(
+    risks: Sequence[float], delta: float, boldness: Sequence[float], test: str, config: TIDEConfig
+) -> None:
+    if config.prefill_exit:
+        raise ConfigError("prefill_exit is not certified: prompts must go to full depth.")
     for risk in risks:
         if not 0 < risk < 1:
             raise ConfigError(f"risk is {risk!r}; it must be between 0 and 1.")

@@ -31,7 +31,6 @@ from tide.decode.prefill import prefill
 from tide.decode.rows import Row
 from tide.errors import (
     ArtifactError,
-    CertificateError,
     ConfigError,
     UnsupportedGenerationError,
 )
@@ -117,9 +116,14 @@ class TIDE:
         self.certificate: Certificate | None = None
         self.guard: Guard | None = None
         if risk is not None:
-            least = self.artifact.config.min_layers
-            self.config = config or TIDEConfig(exit_threshold=None, min_layers=least)
-            self.certificate = self._covering(risk, delta)
+            self.config = config or TIDEConfig(exit_threshold=None)
+            self.certificate = self._covering(
+                risk, delta, None if config is None else config.min_layers
+            )
+            self.config = self.config.with_(
+                min_layers=self.certificate.min_layers,
+                audit_tail=True,  # or the watch would miss the last tokens of a row
+            )
             self.boldness = self.certificate.boldness
             self.guard = Guard(Watch(self.certificate.risk, delta), on_drift)
         self._audits = random.Random(0)
@@ -242,6 +246,15 @@ class TIDE:
         self.runner.counts.reset()
         pad = getattr(generation_config, "_pad_token_tensor", None)
         output = Output(rows, 0 if pad is None else int(pad), streamer)
+        deferred = config.kv_cache_strategy == "deferred"
+
+        def ended(some: Sequence[Row]) -> bool:
+            """Feed the guard as soon as a row ends; its mates go on at full depth if it trips."""
+            if self.guard is None or config.mode != "exit" or not deferred:
+                return True
+            self.guard.add(row.loss for row in some)
+            return not self.guard.tripped
+
         with self.runner:
             decoder = DepthDecoder(
                 self.runner,
@@ -254,10 +267,11 @@ class TIDE:
                 self._exit_trial,
                 stats,
                 output.stream,
+                ended,
             )
             decoder.decode()
         stats.losses = self._losses(config, rows, chooser.plain)
-        if self.guard is not None and config.mode == "exit":
+        if self.guard is not None and config.mode == "exit" and not deferred:
             self.guard.add(loss for loss in stats.losses if loss is not None)
         stats.depths = [row.depths for row in rows]
         stats.scores = [row.scores for row in rows]
@@ -290,28 +304,18 @@ class TIDE:
             sources += [TableDrafts(table, name, least, below)] if table is not None else []
         return sources
 
-    def _covering(self, risk: float, delta: float) -> Certificate:
+    def _covering(self, risk: float, delta: float, min_layers: int | None) -> Certificate:
         """The boldest certificate that covers a risk here."""
         kv, dtype = self.config.kv_cache_strategy, dtype_name(self.model)
+        if self.config.prefill_exit:
+            raise ConfigError("No certificate covers prefill_exit: prompts must go to full depth.")
         if self.config.mode != "exit" or self.config.exit_threshold is not None:
             raise ConfigError(
                 f"risk={risk} chooses the thresholds: it needs mode='exit' and "
                 f"exit_threshold=None, not mode={self.config.mode!r} and "
                 f"exit_threshold={self.config.exit_threshold!r}."
             )
-        exits, reasons, found = self.artifact.exits, [], []
-        for certificate in self.artifact.certificates:
-            misses = certificate.misses(risk, delta, exits, dtype, kv)
-            reasons += ["; ".join(misses)] if misses else []
-            found += [] if misses else [certificate]
-        if not found:
-            there = f" There is one that {', one that '.join(reasons)}." if reasons else ""
-            raise CertificateError(
-                f"No certificate covers risk {risk} at delta {delta} with {dtype} and "
-                f"kv_cache_strategy={kv!r}.{there} Make one with `tide certify MODEL DIR --risk "
-                f"{risk} --dtype {dtype} --kv {kv} --data prompts.jsonl`."
-            )
-        return max(found, key=lambda certificate: certificate.boldness)
+        return self.artifact.covering(risk, delta, dtype, kv, min_layers)
 
     def _losses(self, config: TIDEConfig, rows: Sequence[Row], plain: bool) -> list[float | None]:
         """For each row, the share of its new tokens that full depth would have said otherwise.
@@ -323,7 +327,7 @@ class TIDE:
         if config.mode != "exit":
             return [0.0] * len(rows)
         if config.kv_cache_strategy == "deferred":
-            return [row.differed / len(row.new_tokens) for row in rows]
+            return [row.loss for row in rows]
         losses: list[float | None] = []
         for row in rows:
             if self._audits.random() >= self.audit_rate or not plain:
@@ -343,8 +347,7 @@ class TIDE:
             # Copies: the caller's artifact may serve another engine, on another device.
             checkpoints = [
                 copy.deepcopy(checkpoint)
-                for checkpoint in self.artifact.checkpoints
-                if checkpoint.layer + 1 >= self.config.min_layers
+                for checkpoint in self.artifact.above(self.config.min_layers)
             ]
         _check_checkpoints(checkpoints, depth, self.config)
         device = self.runner.input_device

@@ -234,7 +234,7 @@ def _best_checkpoints(right: Tensor, costs: Costs, most: int) -> tuple[tuple[int
     full depth does; a gate that is never wrong reads no other.
     """
     n = right.shape[1]
-    full = n * costs.layer + costs.head
+    full = costs.start + n * costs.layer + costs.head
     depth = torch.full((len(right),), float(n))
     chosen: list[int] = []
     for _ in range(most):
@@ -246,5 +246,5 @@ def _best_checkpoints(right: Tensor, costs: Costs, most: int) -> tuple[tuple[int
             break
         chosen.append(best)
         depth = torch.where(right[:, best], depth.clamp_max(best + 1), depth)
-    ceiling = full / (float(depth.mean()) * costs.layer + costs.head)
+    ceiling = full / (costs.start + float(depth.mean()) * costs.layer + costs.head)
     return tuple(sorted(chosen)), ceiling

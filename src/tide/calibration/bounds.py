@@ -66,6 +66,15 @@ def learn_then_test(
     return last
 
 
+def fewest_sequences(risk: float, delta: float) -> int:
+    """How many losses it takes to show a risk if all of them are 0; no test needs fewer.
+
+    A risk may be made of rare sequences that are all wrong, of which `n` draws show none with
+    probability `(1 - risk) ** n`.
+    """
+    return int(np.ceil(np.log(delta) / np.log1p(-risk)))
+
+
 def _divergence(a: float, b: float) -> float:
     """Of a coin that shows heads with chance `a` from one with chance `b`."""
     first = a * np.log(a / b) if a > 0 else 0.0

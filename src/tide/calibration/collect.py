@@ -43,6 +43,7 @@ class CollectPlan:
         documents: fingerprint of the documents.
         model: fingerprint of the model's weights.
         dtype: in which the model answered.
+        engine: who ran it to answer.
     """
 
     layers: tuple[int, ...]
@@ -56,6 +57,7 @@ class CollectPlan:
     documents: str
     model: str
     dtype: str
+    engine: str = "transformers"
 
 
 @dataclass
@@ -91,6 +93,8 @@ class Unit:
 
 
 Progress = Callable[[int, int], None]
+# From prompts, the longest answer and a temperature, 0 for greedy, to answers, as token ids.
+Answers = Callable[[Sequence[Sequence[int]], int, float], list[list[int]]]
 
 
 class Collection:
@@ -153,11 +157,13 @@ class Collection:
         documents: Documents,
         *,
         splits: Sequence[str] = ("fit", "gate"),
+        answers: Answers | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
         """Write every unit of this process's share; the first process waits for the others.
 
         Args:
+            answers: who answers the prompts; by default the model itself.
             progress: called with the units done and their total.
         """
         (rank, world), size = process(), self.plan.unit
@@ -171,7 +177,7 @@ class Collection:
             progress(done, len(todo))
             path = self.path(split, number)
             if done % world == rank and not path.exists():
-                tensors = self._unit(runner, tokenizer, texts, split, number)
+                tensors = self._unit(runner, tokenizer, texts, split, number, answers)
                 write_whole(path, lambda p, t=tensors: save_file(t, p))  # type: ignore[misc]
         paths = [self.path(split, number) for split, number, _ in todo]
         while rank == 0 and (there := sum(path.exists() for path in paths)) < len(paths):
@@ -181,17 +187,21 @@ class Collection:
 
     @torch.no_grad()
     def _unit(
-        self, runner: DepthRunner, tokenizer: Any, texts: Sequence[str], split: str, number: int
+        self,
+        runner: DepthRunner,
+        tokenizer: Any,
+        texts: Sequence[str],
+        split: str,
+        number: int,
+        ask: Answers | None,
     ) -> dict[str, Tensor]:
         plan = self.plan
         # Sampling depends on the unit alone, so a resumed collection is the same collection.
         torch.manual_seed(plan.seed + 1_000_003 * number + (split != "fit"))
         if plan.on_policy:
             prompts = encode_prompts(tokenizer, texts, plan.max_tokens)
-            options: dict[str, Any] = {"do_sample": False}
-            if number % 2:
-                options = {"do_sample": True, "temperature": plan.temperature, "top_k": 0}
-            answers = answer(runner.model, tokenizer, prompts, plan.new_tokens, **options)
+            ask = ask or self_answering(runner.model, tokenizer)
+            answers = ask(prompts, plan.new_tokens, plan.temperature if number % 2 else 0.0)
         else:
             # Every token of the text but the first is predicted from what stands before it.
             whole = encode_texts(tokenizer, texts, plan.max_tokens)
@@ -250,6 +260,20 @@ def _pad(tokenizer: Any) -> int:
 def process() -> tuple[int, int]:
     """Which process this is and how many there are, as `torchrun` and `accelerate launch` say."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def self_answering(model: Any, tokenizer: Any) -> Answers:
+    """Answers by `model.generate`."""
+
+    def ask(
+        prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float
+    ) -> list[list[int]]:
+        options: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            options = {"do_sample": True, "temperature": temperature, "top_k": 0}
+        return answer(model, tokenizer, prompts, new_tokens, **options)
+
+    return ask
 
 
 def answer(

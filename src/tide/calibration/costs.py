@@ -23,12 +23,14 @@ class Costs:
 
     Attributes:
         layer: one layer.
+        start: what a pass costs beside its layers, however deep it goes.
         head: final norm and the whole head.
         exit_head: an exit head as it is asked: affine map, norm, the vocabulary read, the blend.
         router: one router, its answer read.
     """
 
     layer: float
+    start: float
     head: float
     exit_head: float
     router: float
@@ -90,9 +92,11 @@ def measure_costs(
                 if turn >= 2:
                     seconds[name].append(time.perf_counter() - began)
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    # The difference leaves out what every pass costs, however deep it goes.
-    layer = max((median["all"] - median["part"]) / max(n - part, 1), 1e-9)
-    return Costs(layer, median["head"], median["exit_head"], median["router"])
+    layer = (median["all"] - median["part"]) / max(n - part, 1)
+    if layer <= 0:  # one layer only, or a machine too busy to tell half depth from whole depth
+        layer = median["all"] / n
+    start = max(median["all"] - n * layer, 0.0)
+    return Costs(layer, start, median["head"], median["exit_head"], median["router"])
 
 
 def _wait() -> None:

@@ -200,7 +200,7 @@ class Choice:
 def follow(scores: Sequence[Scores], gates: Sequence[Gate], costs: Costs, n_layers: int) -> Choice:
     """What gates at some checkpoints, by depth, do on some tokens."""
     tokens = len(scores[0].right)
-    full = n_layers * costs.layer + costs.head
+    full = costs.start + n_layers * costs.layer + costs.head
     waiting = np.ones(tokens, bool)
     seconds, wrong, saved = full * tokens, 0, 0
     for at, gate in zip(scores, gates, strict=True):
@@ -219,6 +219,7 @@ def follow(scores: Sequence[Scores], gates: Sequence[Gate], costs: Costs, n_laye
         wrong += int((leaves & ~at.right).sum())
         saved += gone * above
         waiting &= ~leaves
+        seconds += waiting.sum() * costs.start  # who stays takes another pass
     return Choice(
         tuple(at.layer for at in scores),
         tuple(gates),
@@ -278,7 +279,7 @@ def choose(
 
 def _priced(scores: list[Scores], risk: float, costs: Costs, n_layers: int) -> Choice:
     """The best choice at some checkpoints: a price for all, then a veto for each."""
-    full = n_layers * costs.layer + costs.head
+    full = costs.start + n_layers * costs.layer + costs.head
     saves = [((n_layers - s.layer - 1) * costs.layer + costs.head) / full for s in scores]
     best = follow(scores, [_NEVER] * len(scores), costs, n_layers)
 

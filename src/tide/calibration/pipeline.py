@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tide.calibration.collect import Collection, CollectPlan, process
+from tide.calibration.collect import Answers, Collection, CollectPlan, process
 from tide.calibration.costs import Costs, measure_costs
 from tide.calibration.data import load_texts, split_documents, text_key
 from tide.calibration.fit import as_served, choose_vocabulary, coverage, fit_heads, fit_router
@@ -74,6 +74,7 @@ def calibrate(
     epochs: int = 2,
     seed: int = 0,
     work: str | Path | None = None,
+    answers: Answers | None = None,
     quiet: bool = False,
 ) -> Artifact | None:
     """Fit exit heads, routers and a draft table for `model`, and save them.
@@ -99,6 +100,7 @@ def calibrate(
         epochs: passes over the collected states when fitting heads.
         seed: of the split, the sampling and the fitting.
         work: folder for collected states; by default beside `save_path`, removed at the end.
+        answers: who answers the prompts, if not the model itself: see `tide.vllm.answers`.
         quiet: show no progress.
 
     Raises:
@@ -119,12 +121,14 @@ def calibrate(
     plan = CollectPlan(
         layers, on_policy, new_tokens, max_prompt, 0.7, 32, 32, seed, documents.fingerprint,
         f"{identity.head}{identity.layers}", dtype_name(model),
+        "transformers" if answers is None else type(answers).__name__,
     )  # fmt: skip
     collection = Collection(work_folder, plan)
     stages = Stages()
     with bars(quiet) as bar, runner, frozen(model), torch.random.fork_rng():
         with stages.stage("collect"):
-            collection.collect(runner, tokenizer, documents, progress=bar("Answers and states"))
+            tick = bar("Answers and states")
+            collection.collect(runner, tokenizer, documents, answers=answers, progress=tick)
         if process()[0]:
             return None
         with stages.stage("costs"):

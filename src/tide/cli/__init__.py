@@ -14,6 +14,7 @@ from typing import Any
 COMMANDS = {
     "assess": "how much depth this model could save, before any training",
     "calibrate": "fit exit heads, routers and a draft table",
+    "bench": "every mode on the same prompts; or a search for prompts that fool the exits",
     "certify": "find thresholds that hold a risk, with a stated confidence",
 }
 
@@ -24,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="tide", description="A frozen causal LM that spends less depth on easy tokens."
     )
+    chosen = parser
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         near = difflib.get_close_matches(words[0], COMMANDS, n=1)
@@ -38,13 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         if words[:1] == [name]:
-            import_module(f"tide.cli.{name}").options(sub)
+            chosen = sub
+            _module(name).options(sub)
             sub.add_argument("--json", action="store_true", help="print one JSON line at the end")
-    args = parser.parse_args(words)
+    args, rest = parser.parse_known_args(words)
+    if getattr(_module(args.command), "PASSES_ON", False):
+        args.rest = rest
+    elif rest:
+        known = [option for action in chosen._actions for option in action.option_strings]
+        near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        chosen.error(f"there is no option {rest[0]}.{hint}")
     from tide.errors import TideError
 
     try:
-        result: Any = import_module(f"tide.cli.{args.command}").run(args)
+        result: Any = _module(args.command).run(args)
     except TideError as error:
         print(f"tide {args.command}: {error}", file=sys.stderr)
         return 1
@@ -54,3 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(result))
     return 0
+
+
+def _module(command: str) -> Any:
+    return import_module(f"tide.cli.{command.replace('-', '_')}")

@@ -51,6 +51,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--label", choices=("agreement", "cosine"), default="agreement", help="what routers learn"
     )
+    parser.add_argument(
+        "--engine", choices=("transformers", "vllm"), default="transformers",
+        help="who answers the prompts; states are collected with transformers",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of split, sampling and fitting")
     parser.add_argument(
         "--work", type=Path, help="keep what was collected here, to go on or to fit again"
@@ -61,6 +65,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Calibrate, save, and say what came out."""
     from tide.calibration.pipeline import calibrate
     from tide.exits.card import model_card
+    from tide.models.fingerprint import dtype_name
 
     model, tokenizer = load(args)
     config = TIDEConfig(
@@ -72,10 +77,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         exit_strategy=args.exit_strategy,
         convergence_threshold=args.convergence_threshold,
     )
+    answers = None
+    if args.engine == "vllm":
+        from tide.vllm.answers import VllmAnswers
+
+        answers = VllmAnswers(args.model, dtype_name(model), args.seed)
     made = calibrate(
         model, tokenizer, args.output, config, on_policy=not args.off_policy, label=args.label,
         risk=args.risk, vocabulary=args.vocabulary, new_tokens=args.new_tokens, seed=args.seed,
-        work=args.work,
+        work=args.work, answers=answers,
     )  # fmt: skip
     if made is None:  # one of several processes, and not the first
         return {}

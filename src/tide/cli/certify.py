@@ -22,6 +22,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv", choices=KV_CACHE_STRATEGIES, default="deferred", help="K and V of early tokens"
     )
+    parser.add_argument(
+        "--min-layers", type=int, help="use no exit below this depth (default: as calibrated)"
+    )
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--batch", type=int, default=8, help="rows decoded together")
     parser.add_argument(
@@ -35,12 +38,15 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Certify, write the certificates into the artifact, and say what holds."""
     from tide import __version__
+    from tide.calibration.bounds import fewest_sequences
     from tide.certify import certify
     from tide.config import TIDEConfig
     from tide.exits.artifact import Artifact
 
     model, tokenizer = load(args)
-    least = Artifact.load(args.artifact).config.min_layers
+    least = args.min_layers
+    if least is None:
+        least = Artifact.load(args.artifact).config.min_layers
     config = TIDEConfig(kv_cache_strategy=args.kv, min_layers=least)
     found = certify(
         model, tokenizer, args.artifact, args.data, risk=args.risk, delta=args.delta,
@@ -55,7 +61,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"{certificate.sequences} sequences."
         )
     for risk in sorted(set(args.risk) - {certificate.risk for certificate in found}):
-        print(f"Risk {risk:g} was not shown to hold at any setting. Try more prompts.")
+        print(
+            f"Risk {risk:g} was not shown to hold at any setting. Try more prompts: even if none "
+            f"differs it takes {fewest_sequences(risk, args.delta)}."
+        )
     return {
         "conditions": conditions(model),
         "certificates": [certificate.to_dict() for certificate in found],

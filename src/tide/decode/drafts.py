@@ -73,18 +73,20 @@ class TableDrafts:
 
 
 @dataclass
-class _Odds:
+class Odds:
     """A running share of successes; older outcomes fade."""
 
     good: float = 1.0
     tried: float = 2.0
 
     def add(self, outcome: bool) -> None:
+        """Take in one more."""
         fade = 0.98
         self.good, self.tried = self.good * fade + outcome, self.tried * fade + 1
 
     @property
     def share(self) -> float:
+        """Of successes, so far."""
         return self.good / self.tried
 
 
@@ -133,7 +135,7 @@ class DraftLength:
     limit: int
     fixed: bool = False
     retry: int = 24
-    _accepted: dict[tuple[str, int], _Odds] = field(default_factory=dict)
+    _accepted: dict[tuple[str, int], Odds] = field(default_factory=dict)
     _seconds: dict[int, float] = field(default_factory=dict)  # tokens in a pass -> running cost
     _since_try: dict[str, int] = field(default_factory=dict)
     _since_plain: int = 0
@@ -176,8 +178,8 @@ class DraftLength:
         else:
             self._seconds[tokens] += 0.1 * (min(seconds, 2 * old) - old)
 
-    def _odds(self, source: str, place: int) -> _Odds:
-        return self._accepted.setdefault((source, place), _Odds())
+    def _odds(self, source: str, place: int) -> Odds:
+        return self._accepted.setdefault((source, place), Odds())
 
     def _cost(self, tokens: int) -> float:
         """Cost of a pass: as measured at this length, else from the nearest lengths measured."""

@@ -58,6 +58,8 @@ class DepthDecoder:
         exit_trial: whether guesses by the exit head pay; remembers between calls.
         stats: counters to fill.
         on_settled: called after each step, to stream.
+        on_finished: called with rows that have ended, once all is known of them; says whether exits
+            may go on.
     """
 
     def __init__(
@@ -72,10 +74,11 @@ class DepthDecoder:
         exit_trial: Trial,
         stats: ExitStats,
         on_settled: Callable[[], None] = lambda: None,
+        on_finished: Callable[[Sequence[Row]], bool] = lambda rows: True,
     ) -> None:
         self.runner, self.exits, self.config, self.chooser = runner, exits, config, chooser
         self.lengths, self.exit_trial = lengths, exit_trial
-        self.stats, self.on_settled = stats, on_settled
+        self.stats, self.on_settled, self.on_finished = stats, on_settled, on_finished
         self.lossless = config.mode == "lossless"
         self.segments = exits.segments(runner.n_layers)
         self.rows = list(rows)
@@ -85,6 +88,7 @@ class DepthDecoder:
         self.ledges = Ledges(len(rows), len(self.segments))
         self.hints = {row.index: RowHints(exits.table) for row in rows}
         self._round: _Round | None = None
+        self._exits_are_on = True
 
     @property
     def last(self) -> int:
@@ -203,9 +207,9 @@ class DepthDecoder:
 
     def _asks(self) -> bool:
         """Whether any row is to be asked at a checkpoint."""
-        return not self.lossless or any(
-            self._may_guess_early(r, row) for r, row in enumerate(self.rows)
-        )
+        if not self.lossless:
+            return self._exits_are_on
+        return any(self._may_guess_early(r, row) for r, row in enumerate(self.rows))
 
     def _waiting_before(self, segment: int) -> bool:
         """Whether any row has tokens on the ledge before `segment`."""
@@ -226,6 +230,8 @@ class DepthDecoder:
 
     def _ask(self, segment: int) -> None:
         """Ask at the checkpoint after `segment` for every token whose successor is open."""
+        if not self._asks():
+            return
         at: list[tuple[int, int]] = []  # (row of the batch, position)
         for r, row in enumerate(self.rows):
             at += [(r, position) for position in self._open_positions(r, row, segment)]
@@ -397,12 +403,20 @@ class DepthDecoder:
             return
         if self.config.audit_tail and any(self.rows[r].early for r in finished):
             self._check_all_that_waits()
+        if not self.on_finished([self.rows[r] for r in finished]):
+            self._stop_exits()
         kept = [r for r, row in enumerate(self.rows) if not row.finished]
         self.rows = [self.rows[r] for r in kept]
         self.waterlines.keep(kept)
         self.ledges.keep(kept)
         if kept:
             self.cache.keep(kept)
+
+    def _stop_exits(self) -> None:
+        """From the next token on, let full depth say everything."""
+        self._exits_are_on = False
+        for row in self.rows:  # what had left on top of guesses is not said yet
+            row.left.clear()
 
     def _check_all_that_waits(self) -> None:
         """Send all that waits to full depth, so that no early token stays unchecked."""

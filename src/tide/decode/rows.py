@@ -70,6 +70,11 @@ class Row:
         """Settled tokens after the prompt."""
         return self.tokens[self.prompt : self.settled]
 
+    @property
+    def loss(self) -> float:
+        """Share of its new tokens that full depth, where it has looked, would say otherwise."""
+        return self.differed / len(self.new_tokens)
+
     def guess(self, token: int, source: str) -> None:
         """Add a guessed token."""
         self.guessed_by = source

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tide.config import EXIT_STRATEGIES, TIDEConfig
-from tide.errors import ArtifactError
+from tide.errors import ArtifactError, CertificateError
 from tide.exits import files
 from tide.exits.blend import Blend
 from tide.exits.card import model_card
@@ -71,6 +71,14 @@ class Artifact:
         """Digest of all that decides who leaves and with which token; a certificate is for one."""
         header = {"checkpoints": self._header()["checkpoints"]}
         return files.digest(header, self._tensors())[:16]
+
+    def above(self, min_layers: int) -> list[Checkpoint]:
+        """The checkpoints that are at least so deep."""
+        return [c for c in self.checkpoints if c.layer + 1 >= min_layers]
+
+    def thresholds(self, boldness: float, min_layers: int) -> dict[str, dict[str, float | None]]:
+        """The gates at some boldness, by layer, as plain JSON."""
+        return {str(c.layer): asdict(c.gate.at(boldness)) for c in self.above(min_layers)}
 
     def save(self, path: str | Path) -> Path:
         """Write a folder, or one file if `path` ends in `.safetensors` or `.pt`."""
@@ -128,6 +136,38 @@ class Artifact:
             self.save_pretrained(Path(folder) / "artifact")
             done = api.upload_folder(repo_id=name, folder_path=str(Path(folder) / "artifact"))
         return str(done)
+
+    def covering(
+        self,
+        risk: float,
+        delta: float,
+        dtype: str,
+        kv_cache_strategy: str,
+        min_layers: int | None = None,
+    ) -> Certificate:
+        """The boldest certificate that covers a risk under some conditions.
+
+        Args:
+            min_layers: exits below this depth are not used; None to take what is certified.
+
+        Raises:
+            CertificateError: if there is none; says what there is, and how to make one.
+        """
+        layers = None if min_layers is None else [c.layer for c in self.above(min_layers)]
+        exits, reasons, found = self.exits, [], []
+        for certificate in self.certificates:
+            misses = certificate.misses(risk, delta, exits, dtype, kv_cache_strategy, layers)
+            reasons += ["; ".join(misses)] if misses else []
+            found += [] if misses else [certificate]
+        if not found:
+            there = f" There is one that {', one that '.join(reasons)}." if reasons else ""
+            raise CertificateError(
+                f"No certificate covers risk {risk} at delta {delta} with {dtype} and "
+                f"kv_cache_strategy={kv_cache_strategy!r}.{there} Make one with `tide certify "
+                f"MODEL DIR --risk {risk} --dtype {dtype} --kv {kv_cache_strategy} --data "
+                "prompts.jsonl`."
+            )
+        return max(found, key=lambda certificate: certificate.boldness)
 
     def require(self, fingerprint: Fingerprint, *, force: bool = False) -> None:
         """Raise unless the artifact was made for the model with this fingerprint."""

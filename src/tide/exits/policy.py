@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 import torch
@@ -88,6 +88,11 @@ class Gate:
             return None if threshold is None else 1 - (1 - threshold) * boldness
 
         return replace(self, top_probability=moved(self.top_probability), blend=moved(self.blend))
+
+    @property
+    def shut(self) -> bool:
+        """Whether nobody can pass: it asks for more than certainty."""
+        return any(t is not None and t > 1 for t in asdict(self).values())
 
 
 class GatePolicy:

@@ -10,6 +10,7 @@ length, since a fall-back may need what has left the window; the mask hides it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +77,8 @@ class WaterlineLayer(CacheLayerMixin):
 
     def __init__(self, cache: WaterlineCache) -> None:
         super().__init__()
-        self.cache = cache
+        # A true reference would be a cycle, and K and V would outlive their use until a collection.
+        self.cache: WaterlineCache = weakref.proxy(cache)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take shape, dtype and device from the first K and V; no slot yet."""

@@ -56,9 +56,8 @@ class Fingerprint:
 
 def fingerprint(model: Any, parts: Parts) -> Fingerprint:
     """Take the fingerprint of `model`; offloaded weights are read where they are kept."""
-    config = {k: v for k, v in text_config(model).to_dict().items() if k not in _NOT_IDENTITY}
     return Fingerprint(
-        config=_digest(json.dumps(config, sort_keys=True, default=str).encode()),
+        config=config_hash(text_config(model)),
         head=_hash_weights(
             [
                 ("norm", parts.norm),
@@ -68,6 +67,12 @@ def fingerprint(model: Any, parts: Parts) -> Fingerprint:
         ),
         layers=_hash_weights([(str(i), layer) for i, layer in enumerate(parts.layers)]),
     )
+
+
+def config_hash(config: Any) -> str:
+    """Hash of a text config, without what changes while the model stays the same."""
+    known = {k: v for k, v in config.to_dict().items() if k not in _NOT_IDENTITY}
+    return _digest(json.dumps(known, sort_keys=True, default=str).encode())
 
 
 @torch.no_grad()

@@ -1,0 +1,151 @@
+"""Certifies early exit on one source of prompts, then serves fresh prompts of that and another.
+
+    TIDE_DATA=... python bench/certificates.py $(python scripts/weights.py) DIR \\
+        --certify spec_bench --serve gsm8k --out bench/results/certificates_spec_bench.json
+
+Spec-Bench is taken without its mathematics, most of which is GSM8K's. A risk of 1 % takes 299
+sequences even if nothing differs, and three times as many to leave room for some that do;
+Spec-Bench has 390. The certificates are written to `--save`, if given; else the artifact stays as
+it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import SOURCES, parser, report
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tide
+from tide.calibration.collect import pad_left
+from tide.calibration.data import encode_prompts
+from tide.certify import certify, run
+from tide.engine import TIDE
+from tide.exits.artifact import Artifact
+from tide.watch import DriftWarning, Guard, Watch
+
+RISKS = (0.01, 0.02, 0.05)
+AFTER = 16  # prompts served after the breaker has tripped
+
+
+class Served:
+    """Serves texts with the certified engine; equal thresholds are run once."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, made: Artifact, config: tide.TIDEConfig, args: Any
+    ) -> None:
+        self.model, self.tokenizer, self.made, self.args = model, tokenizer, made, args
+        self.config = config
+        self.losses: dict[tuple[str, float], Any] = {}
+
+    def under(self, risk: float, source: str, texts: list[str]) -> dict[str, Any]:
+        """The risk on fresh prompts beside the promise, and what the watch says of it."""
+        config = self.config.with_(exit_threshold=None)
+        engine = TIDE(self.model, self.made, config, risk=risk, check=False)
+        assert engine.certificate is not None
+        key = source, engine.certificate.boldness
+        encoded = encode_prompts(self.tokenizer, texts, self.args.max_prompt)
+        if key not in self.losses:
+            engine.guard = None  # it is fed below, the same losses for every risk
+            self.losses[key] = run(
+                engine, self.tokenizer, texts, encoded, self.args.new, self.args.batch, None
+            )
+        losses = self.losses[key]
+        watch = Watch(risk, engine.certificate.delta)
+        fired = next((n for n, loss in enumerate(losses, 1) if watch.add(loss)), None)
+        found = {
+            "source": source,
+            "sequences": len(losses),
+            "measured": float(losses.mean()),
+            "standard_error": float(losses.std(ddof=1) / len(losses) ** 0.5),
+            "watch_fired_after": fired,
+        }
+        if fired is not None:
+            engine.guard = Guard(Watch(risk, engine.certificate.delta), "full_depth")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DriftWarning)
+                engine.guard.add(losses)
+            found["after_the_breaker"] = self._compare(engine, encoded[-AFTER:])
+        return found
+
+    def _compare(self, engine: TIDE, encoded: list[list[int]]) -> dict[str, int]:
+        """What the engine says now, beside the bare model."""
+        same = early = 0
+        for prompt in encoded:
+            ids, mask = pad_left(self.tokenizer, [prompt], self.model.device)
+            options = {
+                "attention_mask": mask, "max_new_tokens": self.args.new, "do_sample": False,
+            }  # fmt: skip
+            same += torch.equal(
+                engine.generate(ids, **options), self.model.generate(ids, **options)
+            )
+            early += engine.last_stats.exited_tokens
+        return {"sequences": len(encoded), "identical": same, "early_tokens": early}
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("artifact", type=Path)
+    options.add_argument("--certify", choices=SOURCES, default="spec_bench")
+    options.add_argument("--serve", choices=SOURCES, default="gsm8k")
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--sequences", type=int, default=900)
+    options.add_argument("--fresh", type=int, default=200, help="prompts of the other source")
+    options.add_argument("--same", type=int, default=100, help="fresh prompts of the same source")
+    options.add_argument("--new", type=int, default=32)
+    options.add_argument("--max-prompt", type=int, default=256)
+    options.add_argument("--batch", type=int, default=32)
+    options.add_argument("--kv", default="deferred")
+    options.add_argument("--min-layers", type=int, help="use no exit below this depth")
+    options.add_argument("--boldness", type=float, nargs="+", default=[0.03, 0.125, 0.5, 1, 2])
+    options.add_argument("--save", type=Path, help="write the artifact with its certificates here")
+    args = options.parse_args()
+    torch.set_num_threads(args.threads)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    made = Artifact.load(args.artifact)
+    texts = SOURCES[args.certify]()
+    # Drafts change the speed and not what is said; without them large batches are quicker.
+    least = made.config.min_layers if args.min_layers is None else args.min_layers
+    config = tide.TIDEConfig(kv_cache_strategy=args.kv, min_layers=least, drafts=())
+    found = certify(
+        model, tokenizer, made, texts[: args.sequences], risk=RISKS, new_tokens=args.new,
+        max_prompt=args.max_prompt, batch=args.batch, boldness=args.boldness, config=config,
+        force=True, version=tide.__version__,
+    )  # fmt: skip
+    if args.save:
+        made.save(args.save)
+    served = Served(model, tokenizer, made, config, args)
+    results = []
+    for certificate in found:
+        row: dict[str, Any] = {"certificate": certificate.to_dict()}
+        if args.fresh and args.kv == "deferred":
+            if more := texts[args.sequences :][: args.same]:
+                row["same_source"] = served.under(certificate.risk, args.certify, more)
+            row["other_source"] = served.under(
+                certificate.risk, args.serve, SOURCES[args.serve]()[-args.fresh :]
+            )
+        results.append(row)
+    report(
+        f"certificates from {args.certify}, then fresh prompts of {args.certify} and {args.serve}",
+        args,
+        results,
+        dtype=args.dtype,
+        kv_cache_strategy=args.kv,
+        min_layers=least,
+        certified_on=args.certify,
+        risks=list(RISKS),
+        boldness=list(args.boldness),
+        batch=args.batch,
+        max_prompt=args.max_prompt,
+        new_tokens=args.new,
+        noise_floor_checked=False,
+        calibrated_in=made.record["dtype"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Gives the race: the same prompts through several ways to decode, in turn, in one run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tide.calibration.progress import bars
+
+# From an encoded prompt to the ids that come out, prompt included.
+Side = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+def race(
+    sides: Mapping[str, Side],
+    prompts: Sequence[Mapping[str, Tensor]],
+    after: Callable[[dict[str, Tensor]], None] = lambda out: None,
+    *,
+    categories: Sequence[str] = (),
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """Every prompt through every side in turn; who goes first changes.
+
+    Args:
+        sides: the first is the baseline.
+        prompts: encoded, one row each.
+        after: called with what each side has made of a prompt.
+        categories: of the prompts, to report each by itself.
+        quiet: show no progress.
+
+    Returns:
+        For each side, milliseconds per token and the speed-up over the baseline.
+    """
+    order, first = list(sides), next(iter(sides))
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    tokens: dict[str, list[int]] = {name: [] for name in sides}
+    with bars(quiet) as bar:
+        tick = bar("Prompts")
+        for turn in range(-1, len(prompts)):
+            prompt = prompts[max(turn, 0)]
+            given = prompt["input_ids"].shape[1]
+            out: dict[str, Tensor] = {}
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                began = time.perf_counter()
+                out[name] = sides[name](prompt)
+                if turn >= 0:  # the first goes round once more than the others, to warm up
+                    seconds[name].append(time.perf_counter() - began)
+                    tokens[name].append(out[name].shape[1] - given)
+            if turn >= 0:
+                after(out)
+            tick(turn + 1, len(prompts))
+    # Outputs may differ in length, so speed is per token.
+    rates = {
+        name: [t / s for t, s in zip(tokens[name], seconds[name], strict=True)] for name in sides
+    }
+    per_token = {name: sum(seconds[name]) / sum(tokens[name]) for name in sides}
+    rows = []
+    for name in sides:
+        ratios = [ours / bare for ours, bare in zip(rates[name], rates[first], strict=True)]
+        row: dict[str, Any] = {
+            "side": name,
+            "ms_per_token": round(1e3 * per_token[name], 2),
+            "speedup": round(per_token[first] / per_token[name], 3),
+            "speedup_of_a_prompt": _spread(ratios),
+            "tokens": sum(tokens[name]),
+        }
+        if categories:
+            by: dict[str, list[float]] = {}
+            for category, ratio in zip(categories, ratios, strict=True):
+                by.setdefault(category, []).append(ratio)
+            row["by_category"] = {c: round(statistics.mean(r), 3) for c, r in by.items()}
+        rows.append(row)
+    return rows
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    if len(ratios) < 2:
+        return {"p50": round(ratios[0], 3)}
+    deciles = statistics.quantiles(ratios, n=10)
+    return {f"p{p}": round(deciles[p // 10 - 1], 3) for p in (20, 50, 80)}

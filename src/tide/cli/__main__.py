@@ -1,0 +1,5 @@
+"""Gives `python -m tide.cli`."""
+
+from tide.cli import main
+
+raise SystemExit(main())
