@@ -16,6 +16,8 @@ COMMANDS = {
     "calibrate": "fit exit heads, routers and a draft table",
     "bench": "every mode on the same prompts; or a search for prompts that fool the exits",
     "certify": "find thresholds that hold a risk, with a stated confidence",
+    "export-draft": "write a calibrated exit as a draft model for speculation",
+    "serve": "vLLM's own server, with exits or drafts",
 }
 
 

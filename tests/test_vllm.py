@@ -1,0 +1,347 @@
+"""The real vLLM engine, each case in a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from transformers import AutoConfig
+
+import tide.vllm as tide_vllm
+from tide.cli import serve
+from tide.errors import ArtifactError, CertificateError, ConfigError, UnsupportedModelError
+from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.heads import ExitHead
+from tide.exits.policy import Gate
+from tide.models.fingerprint import fingerprint
+from tide.models.locate import locate
+from tide.vllm.settings import Settings
+from tiny import tiny_model
+
+aiohttp = pytest.importorskip("aiohttp", reason="comes with vLLM")
+
+CASES = Path(__file__).parent / "vllm_cases.py"
+NEW = 24
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.xdist_group("smollm2"),
+    pytest.mark.skipif(
+        subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True).returncode != 0,
+        reason="vLLM is not installed; see docs/vllm.md",
+    ),
+]
+
+
+def case(name: str, **given: Any) -> Any:
+    """Run a case; its result is its last line."""
+    done = subprocess.run(
+        [sys.executable, str(CASES), name, json.dumps(given)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: Any) -> list[list[int]]:
+    """32 prompts of mixed lengths."""
+    things = ["the sea", "bread", "a bicycle", "the moon", "chess", "rain", "gold", "a violin"]
+    asks = ("What is {}?", "Tell me all you know about {}, at length and in order, please.",
+            "Write a poem about {}. " + "It should rhyme. " * 12, "Why {}?")  # fmt: skip
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": ask.format(thing)}],
+            add_generation_prompt=True, return_dict=True,
+        )["input_ids"]
+        for thing in things for ask in asks
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stock(smollm2_path: Path, prompts: list[list[int]]) -> Any:
+    """What vLLM says with the plugin installed and not asked for."""
+    return case("say", model=str(smollm2_path), prompts=prompts, new=NEW)
+
+
+def test_thresholds_above_one_give_the_ids_of_stock_vllm(
+    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], stock: Any
+) -> None:
+    never = {"artifact": str(small_artifact), "uncertified": True, "boldness": -1.0}
+    found = case("say", model=str(smollm2_path), prompts=prompts, new=NEW, tide=never)
+    assert found["class"] == stock["class"] == "TideLlamaForCausalLM"
+    assert "exits" not in stock and found["exits"] == {}
+    assert found["said"] == stock["said"]
+
+
+@pytest.mark.parametrize("attention", ["subset", "all"])
+def test_certified_exits_happen_are_counted_and_keep_the_risk(
+    smollm2_path: Path, certified_artifact: Path, prompts: list[list[int]], attention: str
+) -> None:
+    made = Artifact.load(certified_artifact)
+    (certificate,) = made.certificates
+    tide = {"artifact": str(certified_artifact), "risk": certificate.risk, "attention": attention,
+            "audit_rate": 0.1}  # fmt: skip
+    found = case("say", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide)
+    exits = {int(layer): n for layer, n in found["exits"].items()}
+    assert sum(exits.values()) > 0
+    assert found["tokens"] == found["seen"]
+    # A token that left after a layer did not run the layers above; nothing else is missing.
+    given = found["tokens"][0]
+    for n, tokens in enumerate(found["tokens"]):
+        assert tokens == given - sum(count for layer, count in exits.items() if layer < n)
+    assert [t + f for t, f in zip(found["tokens"], found["fills"], strict=True)] == [given] * 30
+    assert found["audited"] > 0
+    texts = [[*prompt, *said] for prompt, said in zip(prompts, found["said"], strict=True)]
+    same = case("ranks", model=str(smollm2_path), texts=texts, starts=[len(p) for p in prompts])
+    assert sum(not all(row) for row in same) > 0, "nothing differs: the test cannot fail"
+    assert 1 - sum(map(sum, same)) / sum(map(len, same)) <= certificate.risk
+
+
+def test_preemption_and_prefix_caching_lose_nothing(
+    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], stock: Any
+) -> None:
+    tight = {"num_gpu_blocks_override": 20, "block_size": 32, "max_num_seqs": 8,
+             "enable_prefix_caching": True}  # fmt: skip
+    for boldness, same in ((-1.0, True), (1.0, False)):
+        tide = {"artifact": str(small_artifact), "uncertified": True, "boldness": boldness}
+        found = case("say", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide,
+                     options=tight)  # fmt: skip
+        assert found["metrics"]["vllm:num_preemptions"] > 0
+        assert [len(said) for said in found["said"]] == [NEW] * 32
+        assert not same or found["said"] == stock["said"]
+        texts = [p + said for p, said in zip(prompts, found["said"], strict=True)]
+        for seen in found["histories"]:  # what the gates took for the text of a request
+            assert any(text[: len(seen)] == seen for text in texts)
+        assert same or len(found["histories"]) > 20
+
+
+def test_lossless_drafts_give_the_ids_of_stock_vllm(
+    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], stock: Any
+) -> None:
+    speculative = {"method": "custom_class", "model": "tide.vllm.proposer.TableProposer",
+                   "num_speculative_tokens": 4}  # fmt: skip
+    found = case(
+        "say", model=str(smollm2_path), prompts=prompts, new=NEW,
+        tide={"artifact": str(small_artifact), "mode": "lossless"},
+        options={"speculative_config": speculative},
+    )  # fmt: skip
+    assert found["said"] == stock["said"]
+    assert found["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert "exits" not in found
+
+
+def test_vllm_answers_for_calibration(
+    model: Any, smollm2_path: Path, prompts: list[list[int]]
+) -> None:
+    greedy, drawn = case("answers", model=str(smollm2_path), prompts=prompts[:2], new=8)
+    for prompt, said in zip(prompts, greedy, strict=False):
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+        assert out[0, len(prompt) :].tolist() == said
+    assert [len(said) for said in drawn] == [8, 8]
+
+
+def test_serve_hands_vllm_what_it_needs(
+    smollm2_path: Path, certified_artifact: Path, small_artifact: Path
+) -> None:
+    def words(folder: Path, *more: str) -> list[str]:
+        parser = argparse.ArgumentParser()
+        serve.options(parser)
+        args, args_rest = parser.parse_known_args([str(smollm2_path), str(folder), *more])
+        args.rest = args_rest
+        return serve.words(args)
+
+    lossless = words(small_artifact, "--lossless", "--port", "1")
+    assert "tide.vllm.proposer.TableProposer" in " ".join(lossless)
+    assert lossless[-2:] == ["--port", "1"] and "--enforce-eager" not in lossless
+    certified = words(certified_artifact, "--risk", "0.2", "--dtype", "float32")
+    assert "--enforce-eager" in certified and '"risk": 0.2' in certified[-1]
+    with pytest.raises(CertificateError, match=r"No certificate covers risk 0.01"):
+        words(certified_artifact, "--risk", "0.01", "--dtype", "float32")
+    with pytest.raises(CertificateError, match="is for dtype float32"):
+        words(certified_artifact, "--risk", "0.2", "--dtype", "bfloat16")
+    with pytest.raises(CertificateError, match="Which promise"):
+        words(small_artifact)
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+SHORT: dict[str, Any] = {
+    "prompts": [[(7 * i + 3 * k) % 250 + 1 for k in range(5 + i)] for i in range(6)],
+    "new": 12,
+    "options": {"skip_tokenizer_init": True, "max_model_len": 64, "enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
+def test_every_architecture_skips_the_same_layers_in_both_ways(family: str, tmp_path: Path) -> None:
+    tiny_model(family, **SIZES).save_pretrained(tmp_path)
+    tide = {"script": 0.5, "audit_rate": 0.0}
+    found = case("ways", model=str(tmp_path), tide=tide, **SHORT)
+    assert found["none leaves"] == found["stock"]
+    assert found["subset"] == found["all"] != found["stock"]
+    assert sum(found["exits"].values()) > 20
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    """SmolLM2 has nine heads, which two ranks cannot share."""
+    model = tiny_model("llama", **SIZES)
+    model.save_pretrained(tmp_path / "model")
+    exits = [
+        Checkpoint(layer, ExitHead("identity", 128), gate=Gate(top_probability=0.12))
+        for layer in (1, 3)
+    ]
+    some = torch.arange(0, 256, 2)
+    Artifact(fingerprint(model, locate(model)), 128, exits, vocabulary=some).save(
+        tmp_path / "exits"
+    )
+    tide = {"artifact": str(tmp_path / "exits"), "uncertified": True, "audit_rate": 0.0}
+    alone = case("say", model=str(tmp_path / "model"), tide=tide, **SHORT)
+    assert sum(alone["exits"].values()) > 0
+    both = {**SHORT, "options": {**SHORT["options"], "tensor_parallel_size": 2}}
+    assert case("ids", model=str(tmp_path / "model"), tide=tide, **both) == alone["said"]
+
+
+@pytest.fixture(scope="module")
+def server(smollm2_path: Path, certified_artifact: Path, tmp_path_factory: Any) -> Iterator[str]:
+    """The address of `tide serve`."""
+    risk = Artifact.load(certified_artifact).certificates[0].risk
+    port = random.SystemRandom().randint(20000, 40000)
+    words = [sys.executable, "-m", "tide.cli", "serve", str(smollm2_path), str(certified_artifact),
+             "--risk", str(risk), "--dtype", "float32", "--port", str(port), "--audit-rate", "0",
+             "--max-model-len", "512", "--max-num-seqs", "32"]  # fmt: skip
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
+                   "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(words, env=environment, stdout=file, stderr=file)
+    address = f"http://127.0.0.1:{port}"
+    for _ in range(240):
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            if urllib.request.urlopen(f"{address}/health").status == 200:
+                break
+        except OSError:
+            time.sleep(1)
+    yield address
+    process.terminate()
+    assert process.wait(60) is not None
+
+
+def test_a_server_under_load_loses_and_crosses_nothing(
+    server: str, smollm2_path: Path, prompts: list[list[int]]
+) -> None:
+    draw = random.Random(0)
+    plans = [
+        (draw.randrange(32), draw.randint(4, 16), draw.random() < 0.5, draw.random() < 0.2)
+        for _ in range(200)
+    ]
+
+    async def ask(session: Any, plan: tuple[int, int, bool, bool]) -> str | None:
+        """The answer; None where the asker goes away before it comes."""
+        prompt, new, streams, leaves = plan
+        body = {"model": str(smollm2_path), "prompt": prompts[prompt], "max_tokens": new,
+                "temperature": 0, "ignore_eos": True, "stream": streams}  # fmt: skip
+        limit = aiohttp.ClientTimeout(total=draw.uniform(0.1, 3.0) if leaves else 300)
+        try:
+            async with session.post(f"{server}/v1/completions", json=body, timeout=limit) as got:
+                assert got.status == 200, await got.text()
+                if not streams:
+                    return (await got.json())["choices"][0]["text"]
+                lines = [line async for line in got.content if line.startswith(b"data: {")]
+                return "".join(json.loads(x[6:])["choices"][0]["text"] for x in lines)
+        except asyncio.TimeoutError:
+            assert leaves
+            return None
+
+    async def all_at_once() -> list[str | None]:
+        connections = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connections) as session:
+            return await asyncio.gather(*(ask(session, plan) for plan in plans))
+
+    async def one_by_one() -> list[str]:
+        async with aiohttp.ClientSession() as session:
+            return [str(await ask(session, (p, 16, False, False))) for p in range(32)]
+
+    said, alone = asyncio.run(all_at_once()), asyncio.run(one_by_one())
+    answered = [(plan, text) for plan, text in zip(plans, said, strict=True) if text is not None]
+    assert len(answered) >= sum(not plan[3] for plan in plans)
+    for plan, text in answered:
+        assert text and alone[plan[0]].startswith(text.removesuffix("\ufffd"))
+    metrics = urllib.request.urlopen(f"{server}/metrics").read().decode()
+    counted = dict(re.findall(r'^tide:tokens_total\{layer="(\w+)"\} (\S+)$', metrics, re.M))
+    assert float(counted["24"]) > 0 and float(counted["full"]) > 0
+    assert re.search(r'^tide:token_layers_total\{done="saved"\} [1-9]', metrics, re.M)
+
+
+def configuration(path: Path, tide: Any, **changes: Any) -> Any:
+    """As much of vLLM's configuration as the settings look at."""
+    config = AutoConfig.from_pretrained(path)
+    config.architectures = changes.pop("architectures", config.architectures)
+    model = {"enforce_eager": True, "dtype": torch.float32, "hf_config": config,
+             "hf_text_config": config, "quantization": None,
+             **changes.pop("model", {})}  # fmt: skip
+    return SimpleNamespace(
+        additional_config={"tide": tide},
+        model_config=SimpleNamespace(**model),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.pop("pipeline", 1)),
+        speculative_config=changes.pop("speculative", None),
+        lora_config=changes.pop("lora", None),
+        kv_transfer_config=None,
+        cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
+    )
+
+
+def test_what_the_plugin_cannot_do_is_refused_by_name(
+    smollm2_path: Path, small_artifact: Path, monkeypatch: Any
+) -> None:
+    good = {"artifact": str(small_artifact), "uncertified": True}
+
+    def read(tide: Any = good, **changes: Any) -> Any:
+        config = configuration(smollm2_path, tide, **changes)
+        found = Settings.read(config)
+        return found and found.load(config)
+
+    assert read()[2] == 1.0
+    assert Settings.read(SimpleNamespace(additional_config={})) is None
+    cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (ConfigError, "has \\['riks'\\]", {**good, "riks": 1}, {}),
+        (ConfigError, "names no artifact", {"uncertified": True}, {}),
+        (CertificateError, "names no risk", {"artifact": "x"}, {}),
+        (CertificateError, "tide certify.*propagate", {**good, "uncertified": False, "risk": 0.02},
+         {}),
+        (ConfigError, "--enforce-eager", good, {"model": {"enforce_eager": False}}),
+        (ConfigError, "do not combine", good, {"speculative": object()}),
+        (UnsupportedModelError, "pipeline_parallel_size", good, {"pipeline": 2}),
+        (UnsupportedModelError, "LoRA adapters", good, {"lora": object()}),
+        (UnsupportedModelError, "leave it at auto", good, {"cache_dtype": "fp8"}),
+        (UnsupportedModelError, "OPTForCausalLM is not served",
+         good, {"architectures": ["OPTForCausalLM"]}),
+    ]  # fmt: skip
+    for kind, words, tide, changes in cases:
+        with pytest.raises(kind, match=words):
+            read(tide, **changes)
+    other = AutoConfig.from_pretrained(smollm2_path)
+    other.rope_theta = 7.0
+    with pytest.raises(ArtifactError, match="made for another model"):
+        read(model={"hf_text_config": other})
+    monkeypatch.setattr(tide_vllm, "TESTED", (Version("0.1"), Version("0.2")))
+    with pytest.raises(UnsupportedModelError, match=r"tested with 0.1 up to, not including, 0.2"):
+        read()
+    assert Settings.read(SimpleNamespace(additional_config={})) is None  # others are left alone

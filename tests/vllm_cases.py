@@ -1,0 +1,139 @@
+"""What runs inside vLLM for `test_vllm.py`: one case per process, its result as the last line.
+
+python tests/vllm_cases.py CASE '{"model": ..., ...}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    HF_HUB_OFFLINE="1",
+)
+
+
+def start(given: dict[str, Any], **options: Any) -> Any:
+    from vllm import LLM
+
+    if given.get("tide") is not None:
+        options["additional_config"] = {"tide": given["tide"]}
+    options = {
+        "dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32,
+        "disable_log_stats": False, **options, **given.get("options", {}),
+    }  # fmt: skip
+    return LLM(given["model"], **options)
+
+
+def decoder(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+
+
+def in_waves(llm: Any, prompts: list[list[int]], new: int, wave: int = 8) -> list[list[int]]:
+    """Greedy answers, the prompts arriving some at a time while others decode."""
+    from vllm import SamplingParams
+
+    engine, said, waiting, steps = llm.llm_engine, {}, list(enumerate(prompts)), 0
+    wanted = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    while waiting or engine.has_unfinished_requests():
+        if steps % 3 == 0:
+            for number, ids in waiting[:wave]:
+                engine.add_request(str(number), {"prompt_token_ids": ids}, wanted)
+            del waiting[:wave]
+        steps += 1
+        for output in engine.step():
+            if output.finished:
+                said[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+    return [said[number] for number in range(len(prompts))]
+
+
+def say(given: dict[str, Any]) -> Any:
+    """Answers; with exits, what they did, beside what hooks on the layers saw."""
+    llm = start(given)
+    model = decoder(llm)
+    seen = [0] * len(model.model.layers)
+    for n, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_pre_hook(
+            lambda _, args, n=n: seen.__setitem__(n, seen[n] + len(args[0]))
+        )
+    histories = []
+    if getattr(model, "tide", None) is not None:
+        from tide.vllm.history import History
+
+        read = History.tokens
+        History.tokens = lambda *args: histories.append(read(*args)) or histories[-1]  # type: ignore
+    found: dict[str, Any] = {
+        "histories": histories,
+        "said": in_waves(llm, given["prompts"], given["new"]),
+    }
+    found["class"] = type(model).__name__
+    if getattr(model, "tide", None) is not None:
+        counts = model.tide.counts
+        found |= {
+            "exits": model.tide.exits, "tokens": counts.tokens, "fills": counts.fills,
+            "seen": seen, "audited": model.tide.watch.sequences if model.tide.watch else None,
+        }  # fmt: skip
+    names = ("vllm:num_preemptions", "vllm:spec_decode_num_accepted_tokens")
+    found["metrics"] = {
+        m.name: m.value for m in llm.get_metrics() if m.name in names and hasattr(m, "value")
+    }
+    return found
+
+
+def ids(given: dict[str, Any]) -> Any:
+    """Answers alone, from wherever the model runs."""
+    return in_waves(start(given), given["prompts"], given["new"])
+
+
+def ways(given: dict[str, Any]) -> Any:
+    """Answers with half of the tokens leaving by script, in several ways, and without."""
+    from dataclasses import replace
+
+    from tide.exits.policy import ScriptedPolicy
+
+    llm = start(given)
+    tide = decoder(llm).tide
+    found = {}
+    for name, share, attention in (
+        ("none leaves", 0.0, "subset"), ("subset", 0.5, "subset"), ("all", 0.5, "all"),
+    ):  # fmt: skip
+        tide.gates.policy = ScriptedPolicy.share(share)
+        tide.settings = replace(tide.settings, attention=attention)
+        found[name] = in_waves(llm, given["prompts"], given["new"], wave=2)
+    found["exits"] = tide.exits
+    decoder(llm).tide = None
+    found["stock"] = in_waves(llm, given["prompts"], given["new"], wave=2)
+    return found
+
+
+def answers(given: dict[str, Any]) -> Any:
+    """What calibration would collect states along."""
+    from tide.vllm.answers import VllmAnswers
+
+    ask = VllmAnswers(given["model"], "float32")
+    return [ask(given["prompts"], given["new"], temperature) for temperature in (0.0, 0.7)]
+
+
+def ranks(given: dict[str, Any]) -> Any:
+    """For each text, which of its tokens after the prompt are what stock vLLM would have said."""
+    from vllm import SamplingParams
+
+    llm = start(given)
+    wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    out = llm.generate([{"prompt_token_ids": text} for text in given["texts"]], wanted)
+    found = []
+    for text, start_at, answer in zip(given["texts"], given["starts"], out, strict=True):
+        after = range(start_at, len(text))
+        found.append([answer.prompt_logprobs[i][text[i]].rank == 1 for i in after])
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](json.loads(sys.argv[2]))))
