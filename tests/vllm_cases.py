@@ -108,7 +108,7 @@ def ways(given: dict[str, Any]) -> Any:
         tide.settings = replace(tide.settings, attention=attention)
         found[name] = in_waves(llm, given["prompts"], given["new"], wave=2)
     found["exits"] = tide.exits
-    decoder(llm).tide = None
+    decoder(llm).tide = decoder(llm)._settings = None  # as if it had not been asked for
     found["stock"] = in_waves(llm, given["prompts"], given["new"], wave=2)
     return found
 
