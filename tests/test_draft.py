@@ -62,6 +62,8 @@ def test_what_cannot_be_exported_is_refused(model: Any, made: Artifact, tmp_path
 def test_command(model: Any, made: Artifact, tmp_path: Path, capsys: Any) -> None:
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    made.fingerprint = fingerprint(stored, locate(stored))  # saving adds to the config
     made.save(tmp_path / "exits")
     folders = [str(tmp_path / name) for name in ("model", "exits", "draft")]
     assert main(["export-draft", *folders[:2], "-o", folders[2], "--json"]) == 0
