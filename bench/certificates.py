@@ -20,7 +20,7 @@ from measure import SOURCES, parser, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tide
-from tide.calibration.collect import pad_left
+from tide.bench.attack import beside_bare
 from tide.calibration.data import encode_prompts
 from tide.certify import certify, run
 from tide.engine import TIDE
@@ -68,22 +68,10 @@ class Served:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DriftWarning)
                 engine.guard.add(losses)
-            found["after_the_breaker"] = self._compare(engine, encoded[-AFTER:])
-        return found
-
-    def _compare(self, engine: TIDE, encoded: list[list[int]]) -> dict[str, int]:
-        """What the engine says now, beside the bare model."""
-        same = early = 0
-        for prompt in encoded:
-            ids, mask = pad_left(self.tokenizer, [prompt], self.model.device)
-            options = {
-                "attention_mask": mask, "max_new_tokens": self.args.new, "do_sample": False,
-            }  # fmt: skip
-            same += torch.equal(
-                engine.generate(ids, **options), self.model.generate(ids, **options)
+            found["after_the_breaker"] = beside_bare(
+                engine, self.tokenizer, encoded[-AFTER:], self.args.new
             )
-            early += engine.last_stats.exited_tokens
-        return {"sequences": len(encoded), "identical": same, "early_tokens": early}
+        return found
 
 
 def main() -> None:

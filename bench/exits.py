@@ -4,7 +4,7 @@
         --out bench/results/exits.json
 
 The audit counts every early token: each row ends with a deep pass over what still waits, which is
-part of the time. With `--boldness 0.25 0.5 1 2 4 --sides "exits and drafts"` it gives the curve of
+part of the time. With `--boldness 0.125 0.5 1 2 6 --sides "exits and drafts"` it gives the curve of
 risk and speed.
 """
 
@@ -17,12 +17,10 @@ import torch
 from measure import parser, race, report, spec_bench
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tide.bench.race import Entrants
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
-
-COUNTED = ("layers_run", "layers_full", "exited_tokens", "total_tokens", "audited", "differed")
-
 
 SIDES: dict[str, tuple[str, ...]] = {"exits": (), "exits and drafts": ("context", "table")}
 
@@ -41,19 +39,11 @@ def measure(model: Any, tokenizer: Any, made: Artifact, questions: Any, args: An
             )
             engines[name] = TIDE(model, made, config, boldness=bold, check=False)
             boldness[name] = bold
-    sides: dict[str, Any] = {"bare": lambda batch: model.generate(**batch, **plain)}
-    for name, tide in engines.items():
-        sides[name] = lambda batch, tide=tide: tide.generate(**batch, **plain)
-    counts = {name: dict.fromkeys(COUNTED, 0) for name in engines}
-
-    def after(_: dict[str, torch.Tensor]) -> None:
-        for name, tide in engines.items():
-            for what in COUNTED:
-                counts[name][what] += getattr(tide.last_stats, what)
-
-    rows = race(sides, tokenizer, questions, after)
+    ours = Entrants(engines, plain)
+    sides: dict[str, Any] = {"bare": lambda batch: model.generate(**batch, **plain), **ours.sides}
+    rows = race(sides, tokenizer, questions, ours.add)
     for row in rows:
-        if count := counts.get(row["side"]):
+        if count := ours.counts.get(row["side"]):
             row |= count | {"boldness": boldness.get(row["side"])}
             row["exit_rate"] = round(count["exited_tokens"] / count["total_tokens"], 4)
             # Over all tokens, as risk is counted; not over the early ones alone.

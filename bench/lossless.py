@@ -17,6 +17,7 @@ import torch
 from measure import parser, race, report, spec_bench
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tide.bench.race import Entrants
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
@@ -60,15 +61,13 @@ def main() -> None:
             **batch, **plain, prompt_lookup_num_tokens=10
         ),
     }
-    for name, tide in engines.items():
-        sides[name] = lambda batch, tide=tide: tide.generate(**batch, **plain)
-    calls = dict.fromkeys(engines, 0)
+    ours = Entrants(engines, plain)
+    sides |= ours.sides
     identical = dict.fromkeys(sides, 0)
     gaps: list[float] = []
 
     def after(out: dict[str, torch.Tensor]) -> None:
-        for name, tide in engines.items():
-            calls[name] += tide.last_stats.layers_run
+        ours.add()
         for name in sides:
             difference = first_difference(model, out[name], out["bare"])
             identical[name] += difference is None
@@ -82,7 +81,7 @@ def main() -> None:
         row["identical_outputs"] = f"{identical[name]} of {len(questions)}"
         if name in engines:
             row["tokens_per_pass"] = round(
-                row["tokens"] * model.config.num_hidden_layers / calls[name], 3
+                row["tokens"] * model.config.num_hidden_layers / ours.counts[name]["layers_run"], 3
             )
     report(
         "lossless decoding of Spec-Bench prompts at batch 1, against bare generate",

@@ -17,13 +17,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from tide.config import TIDEConfig
 from tide.decode.choose import Chooser
-from tide.decode.drafts import (
-    ContextNGrams,
-    DraftLength,
-    DraftSource,
-    TableDrafts,
-    Trial,
-)
+from tide.decode.drafts import DraftLength, DraftSource, Trial, draft_sources
 from tide.decode.exits import Exits
 from tide.decode.loop import DepthDecoder
 from tide.decode.output import Output, rows_of
@@ -44,9 +38,6 @@ from tide.models.attach import attach
 from tide.models.fingerprint import dtype_name, fingerprint
 from tide.stats import ExitStats
 from tide.watch import Guard, Watch
-
-# Names and chances, from and below, of what the table is sure of, and less.
-TABLE_RANGES = (("table sure", 0.6, 2.0), ("table", 0.3, 0.6), ("table unsure", 0.0, 0.3))
 
 
 class TIDE:
@@ -295,14 +286,8 @@ class TIDE:
             return []
         if exit_mode and tails:
             return []
-        context = "context" in self.config.drafts
         table = self._table if "table" in self.config.drafts else None
-        sources: list[DraftSource] = []
-        # From the one that is right most often to the least; figures in docs/log.md.
-        for n, (name, least, below) in zip((3, 2, 1), TABLE_RANGES, strict=True):
-            sources += [ContextNGrams(n)] if context else []
-            sources += [TableDrafts(table, name, least, below)] if table is not None else []
-        return sources
+        return draft_sources(table, context="context" in self.config.drafts)
 
     def _covering(self, risk: float, delta: float, min_layers: int | None) -> Certificate:
         """The boldest certificate that covers a risk here."""
@@ -352,10 +337,7 @@ class TIDE:
         _check_checkpoints(checkpoints, depth, self.config)
         device = self.runner.input_device
         for checkpoint in checkpoints:
-            checkpoint.head.to(device, self.model.dtype)
-            for judge in (checkpoint.router, checkpoint.blend):
-                if judge is not None:
-                    judge.to(device)
+            checkpoint.to(device, self.model.dtype)
         readout = Readout(parts.norm, parts.head, self.runner.config, self.artifact.vocabulary)
         if policy is None:
             gates = [self._gate(checkpoint) for checkpoint in checkpoints]

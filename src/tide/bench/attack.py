@@ -20,6 +20,8 @@ from tide.engine import TIDE
 from tide.errors import ConfigError
 from tide.watch import DriftWarning, Guard, Watch
 
+MAX_PROMPT = 512  # tokens
+
 # What is made as large as possible, of a row of the last call.
 GOALS: dict[str, Callable[[TIDE, int], float]] = {
     "wrong": lambda engine, row: engine.last_stats.losses[row] or 0.0,
@@ -128,29 +130,36 @@ def defend(
         "watch_fired_after": watch.sequences if watch.fired else None,
     }
     if engine.guard.tripped:
-        same = early = 0
-        for text in texts:
-            ours, bare = _answer(engine, tokenizer, [text], new_tokens, bare=True)
-            same += torch.equal(ours, bare)
-            early += engine.last_stats.exited_tokens
-        found["after_the_breaker"] = {
-            "sequences": len(texts), "identical": same, "early_tokens": early,
-        }  # fmt: skip
+        encoded = encode_prompts(tokenizer, texts, MAX_PROMPT)
+        found["after_the_breaker"] = beside_bare(engine, tokenizer, encoded, new_tokens)
     return found
 
 
-def _answer(
-    engine: TIDE, tokenizer: Any, texts: Sequence[str], new_tokens: int, *, bare: bool = False
-) -> tuple[Any, Any]:
-    """What the engine says, and the bare model if asked."""
-    ids, mask = pad_left(tokenizer, encode_prompts(tokenizer, texts, 512), engine.model.device)
-    options: dict[str, Any] = {
-        "attention_mask": mask,
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-    }
-    ours = engine.generate(ids, **options)
-    return ours, engine.model.generate(ids, **options) if bare else None
+def beside_bare(
+    engine: TIDE, tokenizer: Any, encoded: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, int]:
+    """How many prompts, one by one, get the bare model's answer, and how many tokens left early."""
+    same = early = 0
+    for prompt in encoded:
+        ids, options = _ask(engine, tokenizer, [prompt], new_tokens)
+        same += torch.equal(engine.generate(ids, **options), engine.model.generate(ids, **options))
+        early += engine.last_stats.exited_tokens
+    return {"sequences": len(encoded), "identical": same, "early_tokens": early}
+
+
+def _answer(engine: TIDE, tokenizer: Any, texts: Sequence[str], new_tokens: int) -> None:
+    """Let the engine answer; what it did is in its `last_stats`."""
+    encoded = encode_prompts(tokenizer, texts, MAX_PROMPT)
+    ids, options = _ask(engine, tokenizer, encoded, new_tokens)
+    engine.generate(ids, **options)
+
+
+def _ask(
+    engine: TIDE, tokenizer: Any, encoded: Sequence[Sequence[int]], new_tokens: int
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """A batch for `generate`, and its options."""
+    ids, mask = pad_left(tokenizer, encoded, engine.model.device)
+    return ids, {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False}
 
 
 def _offspring(draw: random.Random, parents: Sequence[Attempt], words: Sequence[str]) -> str:

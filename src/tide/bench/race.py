@@ -10,9 +10,40 @@ from typing import Any
 from torch import Tensor
 
 from tide.calibration.progress import bars
+from tide.engine import TIDE
 
 # From an encoded prompt to the ids that come out, prompt included.
 Side = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+COUNTED = ("layers_run", "layers_full", "exited_tokens", "total_tokens", "audited", "differed")
+
+
+class Entrants:
+    """Engines that take part in a race, and what they have counted in it.
+
+    Args:
+        engines: by name.
+        options: of `generate`, for all.
+
+    Attributes:
+        sides: the engines as the race needs them.
+        counts: for each, the sums of what its calls counted.
+    """
+
+    def __init__(self, engines: Mapping[str, TIDE], options: Mapping[str, Any]) -> None:
+        self._engines = engines
+        self.counts = {name: dict.fromkeys(COUNTED, 0) for name in engines}
+        self.sides: dict[str, Side] = {
+            name: lambda prompt, engine=engine: engine.generate(**prompt, **options)  # type: ignore[misc]
+            for name, engine in engines.items()
+        }
+
+    def add(self, _: Any = None) -> None:
+        """Add what each engine's last call counted; to be called after every prompt."""
+        for name, engine in self._engines.items():
+            for what in COUNTED:
+                self.counts[name][what] += getattr(engine.last_stats, what)
 
 
 def race(

@@ -52,22 +52,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _engine(args: argparse.Namespace, model: Any, **config: Any) -> Any:
+def _engine(args: argparse.Namespace, model: Any) -> Any:
     """The engine in mode exit, certified if a risk was given."""
     from tide.config import TIDEConfig
     from tide.engine import TIDE
     from tide.exits.artifact import Artifact
 
     made = Artifact.from_pretrained(args.artifact)
-    settings = TIDEConfig(
-        exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True, **config
-    )
+    settings = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
     # A certificate brings its own settings.
     return TIDE(model, made, None if args.risk else settings, risk=args.risk)
 
 
 def _modes(args: argparse.Namespace, model: Any, tokenizer: Any, texts: list[str]) -> Any:
-    from tide.bench.race import Side, race
+    from tide.bench.race import Entrants, Side, race
     from tide.calibration.collect import pad_left
     from tide.calibration.data import encode_prompts
     from tide.config import TIDEConfig
@@ -85,22 +83,16 @@ def _modes(args: argparse.Namespace, model: Any, tokenizer: Any, texts: list[str
             **prompt, **plain, prompt_lookup_num_tokens=10
         ),
     }
-    for name, engine in engines.items():
-        sides[name] = lambda prompt, engine=engine: engine.generate(**prompt, **plain)  # type: ignore[misc]
-    counted = ("layers_run", "layers_full", "exited_tokens", "total_tokens", "audited", "differed")
-    counts = {name: dict.fromkeys(counted, 0) for name in engines}
-
-    def after(_: Any) -> None:
-        for name, engine in engines.items():
-            for what in counted:
-                counts[name][what] += getattr(engine.last_stats, what)
-
+    ours = Entrants(engines, plain)
     encoded = encode_prompts(tokenizer, texts, 512)
     prompts = []
     for ids in encoded:
         tensors = pad_left(tokenizer, [ids], model.device)
         prompts.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
-    rows = [{**row, **counts.get(row["side"], {})} for row in race(sides, prompts, after)]
+    rows = [
+        {**row, **ours.counts.get(row["side"], {})}
+        for row in race({**sides, **ours.sides}, prompts, ours.add)
+    ]
     for row in rows:
         print(f"{row['side']:>14}: {row['speedup']:.2f}x, {row['ms_per_token']:.1f} ms per token")
     return rows

@@ -100,8 +100,10 @@ def _dtype(args: argparse.Namespace) -> str:
         return str(args.dtype)
     from transformers import AutoConfig
 
+    from tide.models.fingerprint import dtype_name
+
     # vLLM takes half precision for what is stored in full.
-    found = str(AutoConfig.from_pretrained(args.model).dtype).removeprefix("torch.")
+    found = dtype_name(AutoConfig.from_pretrained(args.model))
     return "bfloat16" if found == "float32" else found
 
 

@@ -6,7 +6,7 @@ first that has a guess is used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -72,8 +72,26 @@ class TableDrafts:
         return self.table.propose(tokens, limit)
 
 
+# Names and chances, from and below, of what the table is sure of, and less.
+TABLE_RANGES = (("table sure", 0.6, 2.0), ("table", 0.3, 0.6), ("table unsure", 0.0, 0.3))
+
+
+def draft_sources(table: ContinuationTable | None, *, context: bool = True) -> list[DraftSource]:
+    """Sources for one row, from the one that is right most often to the least (docs/log.md).
+
+    Args:
+        table: the artifact's; None to do without.
+        context: whether to copy from the row's own text.
+    """
+    found: list[DraftSource] = []
+    for n, (name, least, below) in zip((3, 2, 1), TABLE_RANGES, strict=True):
+        found += [ContextNGrams(n)] if context else []
+        found += [TableDrafts(table, name, least, below)] if table is not None else []
+    return found
+
+
 @dataclass
-class Odds:
+class _Odds:
     """A running share of successes; older outcomes fade."""
 
     good: float = 1.0
@@ -88,6 +106,28 @@ class Odds:
     def share(self) -> float:
         """Of successes, so far."""
         return self.good / self.tried
+
+
+@dataclass
+class Acceptance:
+    """How often guesses were right, by source and by place in the guess."""
+
+    _odds: dict[tuple[str, int], _Odds] = field(default_factory=dict)
+
+    def outcome(self, source: str, guessed: int, accepted: int) -> None:
+        """Record that of `guessed` tokens the first `accepted` were right."""
+        for place in range(1, min(accepted + 1, guessed) + 1):
+            self._at(source, place).add(place <= accepted)
+
+    def reach(self, source: str, limit: int) -> Iterator[float]:
+        """The chance that the first, the first two, ... of a guess are all right."""
+        chance = 1.0
+        for place in range(1, limit + 1):
+            chance *= self._at(source, place).share
+            yield chance
+
+    def _at(self, source: str, place: int) -> _Odds:
+        return self._odds.setdefault((source, place), _Odds())
 
 
 @dataclass
@@ -135,7 +175,7 @@ class DraftLength:
     limit: int
     fixed: bool = False
     retry: int = 24
-    _accepted: dict[tuple[str, int], Odds] = field(default_factory=dict)
+    _accepted: Acceptance = field(default_factory=Acceptance)
     _seconds: dict[int, float] = field(default_factory=dict)  # tokens in a pass -> running cost
     _since_try: dict[str, int] = field(default_factory=dict)
     _since_plain: int = 0
@@ -148,9 +188,8 @@ class DraftLength:
             self._since_plain = 0
             return 0
         self._since_plain += 1
-        best, best_rate, expected, reach = 0, 1.0 / self._cost(1), 1.0, 1.0
-        for length in range(1, self.limit + 1):
-            reach *= self._odds(source, length).share
+        best, best_rate, expected = 0, 1.0 / self._cost(1), 1.0
+        for length, reach in enumerate(self._accepted.reach(source, self.limit), 1):
             expected += reach
             rate = expected / self._cost(1 + length)
             if rate > best_rate:
@@ -166,8 +205,7 @@ class DraftLength:
 
     def outcome(self, source: str, guessed: int, accepted: int) -> None:
         """Record that of `guessed` tokens the first `accepted` were right."""
-        for place in range(1, min(accepted + 1, guessed) + 1):
-            self._odds(source, place).add(place <= accepted)
+        self._accepted.outcome(source, guessed, accepted)
 
     def cost(self, tokens: int, seconds: float) -> None:
         """Record what a pass over `tokens` tokens of a row took."""
@@ -177,9 +215,6 @@ class DraftLength:
             self._seconds[tokens] = seconds
         else:
             self._seconds[tokens] += 0.1 * (min(seconds, 2 * old) - old)
-
-    def _odds(self, source: str, place: int) -> Odds:
-        return self._accepted.setdefault((source, place), Odds())
 
     def _cost(self, tokens: int) -> float:
         """Cost of a pass: as measured at this length, else from the nearest lengths measured."""

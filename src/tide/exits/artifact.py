@@ -41,6 +41,13 @@ class Checkpoint:
     gate: Gate = field(default_factory=Gate)
     blend: Blend | None = None
 
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move it to where it is asked; only the head takes the model's dtype."""
+        self.head.to(device, dtype)
+        for judge in (self.router, self.blend):
+            if judge is not None:
+                judge.to(device)
+
 
 @dataclass
 class Artifact:

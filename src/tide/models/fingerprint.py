@@ -125,5 +125,5 @@ def model_name(model: Any) -> str:
 
 
 def dtype_name(model: Any) -> str:
-    """The precision of the model's weights, as it is written in artifacts and on command lines."""
+    """The precision of a model's or a config's weights, as in artifacts and on command lines."""
     return str(model.dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ are stored (`kv_cache_strategy="propagate"`). Tokens that stay go on without it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +104,10 @@ class DepthForward:
             out: where to write, `[tokens, hidden]`.
         """
         token_of, low = rows.starts[:-1].long(), 0
-        audits = _Audits(r for r in asked if self._draw.random() < self.settings.audit_rate)
+        # Requests that go to full depth to be checked -> the state their exit head would read.
+        audits: dict[int, Tensor | None] = dict.fromkeys(
+            r for r in asked if self._draw.random() < self.settings.audit_rate
+        )
         for number, checkpoint in enumerate(self.gates.checkpoints):
             if not asked:
                 break
@@ -117,8 +120,9 @@ class DepthForward:
                 continue
             read = self.decoder.norm(checkpoint.head.lift(states[leaves]))
             checked = [k for k, leave in enumerate(leaves) if asked[leave] in audits]
-            for k in checked:  # it stays, and full depth will tell
-                audits.said(asked[leaves[k]], read[k])
+            for k in checked:  # it stays, and full depth will tell; its first exit counts
+                if audits[asked[leaves[k]]] is None:
+                    audits[asked[leaves[k]]] = read[k]
             kept = [k for k in range(len(leaves)) if k not in checked]
             leaves = [leaves[k] for k in kept]
             if not leaves:
@@ -132,7 +136,8 @@ class DepthForward:
         if len(part.tokens):
             self._run(low, len(self.layers), part)
             out[part.tokens] = self._normed(part)
-        self._judge(audits, out[token_of] if audits else out)
+        if audits:
+            self._judge(audits, out[token_of])
 
     def _run(self, low: int, high: int, part: _Part) -> None:
         """Run layers `[low, high)` for some tokens."""
@@ -210,9 +215,9 @@ class DepthForward:
 
     # ---- the audit
 
-    def _judge(self, audits: _Audits, last: Tensor) -> None:
+    def _judge(self, audits: Mapping[int, Tensor | None], last: Tensor) -> None:
         """What full depth says of tokens that would have left; `last` by request."""
-        for request, read in audits.read.items():
+        for request, read in audits.items():
             differs, verdict = 0.0, "stayed"
             if read is not None:
                 both = self._logits(torch.stack([read, last[request]])).argmax(-1)
@@ -272,21 +277,3 @@ class _Part:
             hidden=self.hidden[which],
             residual=None if self.residual is None else self.residual[which],
         )
-
-
-class _Audits:
-    """Requests of a pass that go to full depth to be checked; what their exit head would read."""
-
-    def __init__(self, requests: Iterable[int]) -> None:
-        self.read: dict[int, Tensor | None] = dict.fromkeys(requests)
-
-    def __contains__(self, request: int) -> bool:
-        return request in self.read
-
-    def __bool__(self) -> bool:
-        return bool(self.read)
-
-    def said(self, request: int, read: Tensor) -> None:
-        """Note the state that a request would have left with, the first time."""
-        if self.read[request] is None:
-            self.read[request] = read

@@ -75,10 +75,7 @@ class Gates:
                     "All layers of this model have a sliding window, so vLLM does not keep what "
                     "the gates of this artifact look at: the text of a request from its start."
                 )
-            checkpoint.head.to(norm.weight.device, norm.weight.dtype)
-            for judge in (checkpoint.router, checkpoint.blend):
-                if judge is not None:
-                    judge.to(norm.weight.device)
+            checkpoint.to(norm.weight.device, norm.weight.dtype)
         head: Any = _Head(model, config)
         self._readout = Readout(norm, head, config, made.vocabulary)
         if made.vocabulary is not None:

@@ -16,6 +16,7 @@ from tide.vllm import ARCHITECTURES
 
 if TYPE_CHECKING:
     from tide.vllm.depth import DepthForward
+    from tide.vllm.settings import Settings
 
 
 def _with_exits(base: Any) -> Any:
@@ -25,11 +26,12 @@ def _with_exits(base: Any) -> Any:
         def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
             self._vllm_config = vllm_config
-            self._settings: Any = None
+            self._settings: Settings | None = None  # of exits; drafts leave the model alone
             if "tide" in (vllm_config.additional_config or {}):
                 from tide.vllm.settings import Settings
 
-                self._settings = Settings.read(vllm_config)
+                found = Settings.read(vllm_config)
+                self._settings = found if found is not None and found.mode == "exit" else None
 
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
             if self.tide is not None:
@@ -37,7 +39,7 @@ def _with_exits(base: Any) -> Any:
                     "Weights cannot be changed under exits that were made for others. Restart."
                 )
             loaded = super().load_weights(weights)
-            if self._settings is not None and self._settings.mode == "exit":
+            if self._settings is not None:
                 from tide.vllm.depth import DepthForward
 
                 self.tide = DepthForward(self, self._vllm_config, self._settings)
@@ -51,7 +53,7 @@ def _with_exits(base: Any) -> Any:
             inputs_embeds: Tensor | None = None,
             **kwargs: Any,
         ) -> Any:
-            if self._settings is not None and self._settings.mode == "exit" and self.tide is None:
+            if self._settings is not None and self.tide is None:
                 raise UnsupportedModelError(
                     "This load format does not hand over the weights, so exits cannot be made. Use "
                     "--load-format auto."

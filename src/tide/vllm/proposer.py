@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tide.decode.drafts import ContextNGrams, DraftSource, Odds, TableDrafts
-from tide.engine import TABLE_RANGES
+from tide.decode.drafts import Acceptance, DraftSource, draft_sources
 from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.table import ContinuationTable
@@ -54,10 +53,10 @@ class StepCost:
         n, t, tt, s, ts = self._sums[near]
         mean, seconds = t / n, s / n
         spread = tt / n - mean**2
-        slope = self.slope * seconds  # held to, the less the steps have differed
-        weight = 4.0
-        slope = (weight * slope + n * (ts / n - mean * seconds)) / (weight + n * spread)
-        slope = max(slope, 0.0)
+        # What is assumed counts as four tokens squared of spread, so it is held to where steps
+        # have hardly differed.
+        seen, assumed = n * (ts / n - mean * seconds), 4.0 * self.slope * seconds
+        slope = max((assumed + seen) / (4.0 + n * spread), 0.0)
         return max(seconds - slope * mean, 0.0) * (requests / near) ** 0.5, slope
 
 
@@ -91,7 +90,7 @@ class TableProposer:
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._room = int(vllm_config.model_config.max_model_len)
         self._requests: dict[int, _Request] = {}
-        self._odds: dict[tuple[str, int], Odds] = {}
+        self._accepted = Acceptance()
         self._cost = StepCost()
         self._last: tuple[int, int, float] | None = None  # requests, tokens, when proposed
         self._steps = 0
@@ -136,11 +135,9 @@ class TableProposer:
             and bool((tokens[:before] == request.tokens).all())
         )
         if request is None or not same:
-            request = self._requests[row] = _Request(self._sources())
-        elif request.guessed:
-            accepted = sampled - 1
-            for place in range(1, min(accepted + 1, request.guessed) + 1):
-                self._odds_of(request.guessed_by, place).add(place <= accepted)
+            request = self._requests[row] = _Request(draft_sources(self._table))
+        else:
+            self._accepted.outcome(request.guessed_by, request.guessed, sampled - 1)
         request.guessed = 0
         request.tokens += tokens[len(request.tokens) :].tolist()
         return same
@@ -157,10 +154,8 @@ class TableProposer:
                 guessed = source.propose(request.tokens, self._most)
                 if guessed:
                     guesses[row], request.guessed_by = guessed, source.name
-                    chance = 1.0
-                    for place in range(1, len(guessed) + 1):
-                        chance *= self._odds_of(source.name, place).share
-                        offers.append((chance, row, place))
+                    chances = self._accepted.reach(source.name, len(guessed))
+                    offers += [(chance, row, place) for place, chance in enumerate(chances, 1)]
                     break
         taken = self._pay(len(rows), sorted(offers, reverse=True))
         drafts = []
@@ -176,7 +171,7 @@ class TableProposer:
         if line is None:
             return {}
         base, slope = line
-        expected, tokens, best, count = float(requests), requests, 0.0, 0
+        expected, tokens, count = float(requests), requests, 0
         best = expected / (base + slope * tokens)
         for k, (chance, _, _) in enumerate(offers, 1):
             expected, tokens = expected + chance, tokens + 1
@@ -189,14 +184,3 @@ class TableProposer:
         for _, row, place in offers[:count]:
             taken[row] = max(taken.get(row, 0), place)
         return taken
-
-    def _sources(self) -> list[DraftSource]:
-        found: list[DraftSource] = []
-        for n, (name, least, below) in zip((3, 2, 1), TABLE_RANGES, strict=True):
-            found.append(ContextNGrams(n))
-            if self._table is not None:
-                found.append(TableDrafts(self._table, name, least, below))
-        return found
-
-    def _odds_of(self, source: str, place: int) -> Odds:
-        return self._odds.setdefault((source, place), Odds())

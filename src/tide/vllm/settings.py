@@ -8,7 +8,7 @@ from typing import Any
 
 from tide.errors import ArtifactError, CertificateError, ConfigError, UnsupportedModelError
 from tide.exits.artifact import Artifact, Checkpoint
-from tide.models.fingerprint import config_hash
+from tide.models.fingerprint import config_hash, dtype_name
 from tide.vllm import ARCHITECTURES, require_version
 from tide.watch import REACTIONS
 
@@ -120,7 +120,7 @@ class Settings:
         assert self.artifact is not None
         made = Artifact.from_pretrained(self.artifact)
         require_model(made, vllm_config)
-        dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+        dtype = dtype_name(vllm_config.model_config)
         if self.uncertified:
             return made, made.above(self.min_layers), self.boldness
         assert self.risk is not None
