@@ -81,7 +81,7 @@ def main() -> None:
         row["identical_outputs"] = f"{identical[name]} of {len(questions)}"
         if name in engines:
             row["tokens_per_pass"] = round(
-                row["tokens"] * model.config.num_hidden_layers / ours.counts[name]["layers_run"], 3
+                row["tokens"] * model.config.num_hidden_layers / ours.counted(name)["layers_run"], 3
             )
     report(
         "lossless decoding of Spec-Bench prompts at batch 1, against bare generate",

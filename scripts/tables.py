@@ -89,18 +89,24 @@ def lossless_by_category() -> str:
     return table(("category", *(side["side"] for side in sides)), rows)
 
 
-def exits() -> str:
-    found = read("exits")
-    rows = [
-        (r["dtype"], s["side"], s["ms_per_token"], f"{s['speedup']:.2f}x",
-         percent(s["exit_rate"]) if "exit_rate" in s else "",
-         percent(s["layer_calls_saved"]) if "layer_calls_saved" in s else "",
-         f"{percent(s['disagreement'])} of {s['total_tokens']}" if "disagreement" in s else "")
-        for r in found["results"]
-        for s in r["sides"]
-    ]  # fmt: skip
-    head = ("dtype", "side", "ms/token", "speed-up", "tokens that left", "layer calls saved",
-            "tokens that differ from full depth")  # fmt: skip
+def bench(*, short: bool = False) -> str:
+    """What `tide bench` measured; in short without the uncertified points of the curve."""
+    found = read("bench_smollm2")
+    rows = []
+    for s in found["results"]:
+        ours, certificate = "layers_run" in s, s.get("certificate")
+        if short and ours and s["mode"] == "exit" and not certificate:
+            continue
+        rows.append((
+            s["side"], s["ms_per_token"], f"{s['speedup']:.2f}x",
+            " / ".join(f"{s['speedup_of_a_prompt'][p]:.2f}" for p in ("p20", "p50", "p80")),
+            percent(1 - s["layers_run"] / s["layers_full"]) if ours else "",
+            percent(s["exit_rate"]) if ours else "",
+            _fine(s["disagreement"]) if ours else "",
+            f"{100 * certificate['risk']:g} %" if certificate else "",
+        ))  # fmt: skip
+    head = ("side", "ms/token", "speed-up", "of a prompt, p20 / p50 / p80", "layer calls saved",
+            "tokens that left", "differ from full depth", "promised")  # fmt: skip
     return table(head, rows) + conditions(found["conditions"])
 
 
@@ -244,20 +250,6 @@ def noise_floor() -> str:
     return table(head, rows) + conditions(found["conditions"])
 
 
-def risk_speed() -> str:
-    found = read("risk_speed")
-    rows = [
-        (s["side"], f"{s['speedup']:.2f}x",
-         " / ".join(f"{s['speedup_of_a_prompt'][p]:.2f}" for p in ("p20", "p50", "p80")),
-         _fine(s["disagreement"]) if "disagreement" in s else "",
-         percent(s["exit_rate"]) if "exit_rate" in s else "")
-        for s in found["results"][0]["sides"]
-    ]  # fmt: skip
-    head = ("side", "speed-up", "of a prompt, p20 / p50 / p80", "differ from full depth",
-            "tokens that left")  # fmt: skip
-    return table(head, rows) + conditions(found["conditions"])
-
-
 def attack() -> str:
     found = read("attack")
     rows = []
@@ -304,7 +296,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode_limit_random_bf16": lambda: _limit("decode_limit_random_bf16"),
     "lossless": lossless,
     "lossless_by_category": lossless_by_category,
-    "exits": exits,
+    "bench": bench,
+    "bench_short": lambda: bench(short=True),
     "calibration_heads": calibration_heads,
     "calibration_gates": calibration_gates,
     "calibration_exits": calibration_exits,
@@ -314,7 +307,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "risk_simulation": risk_simulation,
     "certificates": certificates,
     "noise_floor": noise_floor,
-    "risk_speed": risk_speed,
     "attack": attack,
     "vllm_exits": lambda: vllm("vllm_exits"),
     "vllm_drafts": lambda: vllm("vllm_drafts"),

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tide.cli import COMMANDS, main
+from tide.cli import COMMANDS, main, parser_of
 from tide.exits.artifact import Artifact
 from tiny import tiny_model, tiny_tokenizer
 
@@ -50,11 +51,83 @@ def test_bench(folder: Path, capsys: Any) -> None:
     assert main([*words, "--samples", "2", "--out", str(folder / "bench.json")]) == 0
     found = last_line(capsys)
     assert json.loads((folder / "bench.json").read_text()) == found
-    sides = [row["side"] for row in found["results"]]
-    assert sides == ["generate", "prompt lookup", "off", "lossless", "exit"]
-    assert found["results"][3]["layers_run"] > 0
+    sides = {row["side"]: row for row in found["results"]}
+    assert list(sides) == [
+        "generate", "prompt lookup", "off", "lossless", "exit without drafts", "exit, boldness 1",
+    ]  # fmt: skip
+    assert sides["off"]["limit"] == 1.0 and sides["lossless"]["disagreement"] == 0
+    html = folder / "report.html"
+    report = ["report", str(folder / "bench.json"), "--html", str(html), "--png", str(folder)]
+    assert main([*report, "--json"]) == 0
+    assert str(html) in last_line(capsys)["written"] and (folder / "peers.png").stat().st_size
     assert main([*words, "--samples", "4", "--attack", "--rounds", "1"]) == 0
     assert [row["goal"] for row in last_line(capsys)["results"]] == ["wrong", "deep"]
+
+
+def test_show(folder: Path, capsys: Any) -> None:
+    model, router = str(folder / "model"), str(calibrate(folder))
+    for words, mode in (([router, "abcabc"], "exit"), (["abcabc"], "lossless")):
+        html = folder / f"{mode}.html"
+        options = ["--new-tokens", "6", "--html", str(html), "--json"]
+        assert main(["show", model, *words, *options]) == 0
+        found = last_line(capsys)
+        assert found["conditions"]["mode"] == mode and len(found["tokens"]) == 6
+        assert set(found["tokens_per_second"]) == {mode, "off"}
+        assert html.read_text().count("data-says=") == 6
+    for words, message in (
+        ([router, "two", "words"], "Put the prompt in quotes"),
+        (["abc", "--mode", "exit"], "needs an artifact"),
+        ([router, "abc", "--mode", "lossless", "--risk", "0.02"], "takes no --risk"),
+        ([router, "abc", "--risk", "0.02"], "No certificate covers"),
+        ([router, "abc", "--risk", "0.02", "--threshold", "0.5"], "not both"),
+    ):
+        assert main(["show", model, *words]) == 1
+        assert message in capsys.readouterr().err
+
+
+def test_env(capsys: Any) -> None:
+    assert main(["env", "--json"]) == 0
+    assert last_line(capsys)["torch"] == torch.__version__
+
+
+def test_completion_knows_every_command_and_option(capsys: Any) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert all(command in script for command in COMMANDS) and "--max-model" not in script
+    assert all(option in script for option in ("--boldness", "--html", "--uncertified"))
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize("moment", ["collect", "write"])
+@pytest.mark.parametrize("command", ["calibrate", "certify", "bench"])
+def test_an_interruption_leaves_nothing_half_written(
+    folder: Path, command: str, moment: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the middle of the work, and in the middle of writing its result."""
+    router, out = folder / "router", folder / "bench.json"
+    words = [str(folder / "model"), "--data", str(folder / "texts.txt"), "--new-tokens", "6"]
+    if command == "calibrate":
+        words += ["-o", str(router), "--interval", "2", "--min-layers", "2", "--vocabulary", "64"]
+    else:
+        calibrate(folder)
+        words.insert(1, str(router))
+        words += {"certify": ["--risk", "0.9", "--force"], "bench": ["--out", str(out)]}[command]
+    before = {path: path.read_bytes() for path in router.glob("*")}
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    if moment == "collect":
+        monkeypatch.setattr("tide.models.depth.DepthRunner.run", stop)
+    elif command == "bench":
+        monkeypatch.setattr(Path, "write_text", stop)
+    else:
+        monkeypatch.setattr("tide.exits.files.save_file", stop)
+    capsys.readouterr()
+    assert main([command, *words]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in router.glob("*")} == before
+    assert not out.exists() and (command != "calibrate" or not router.exists())
 
 
 def test_calibrate(folder: Path, capsys: Any) -> None:
@@ -71,7 +144,13 @@ def test_errors_say_what_to_do(folder: Path, capsys: Any) -> None:
     assert "ame a local .txt or .jsonl file" in capsys.readouterr().err
     assert main(["assess", str(folder / "nowhere")]) == 1
     assert "cannot be loaded as a causal language model" in capsys.readouterr().err
-    for words, message in ((["calibrat"], "Did you mean `tide calibrate`"), ([], "COMMAND")):
+    assert main(["assess", str(folder / "modle")]) == 1
+    assert f"Did you mean {folder / 'model'}?" in capsys.readouterr().err
+    for words, message in (
+        (["calibrat"], "Did you mean calibrate?"),
+        (["show", "--newtokens", "4", "model", "prompt"], "Did you mean --new-tokens?"),
+        ([], "COMMAND"),
+    ):
         with pytest.raises(SystemExit) as stop:
             main(words)
         assert stop.value.code == 2
@@ -79,11 +158,12 @@ def test_errors_say_what_to_do(folder: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_explains_every_option(command: str, capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    text = capsys.readouterr().out
-    assert "--json" in text and "default: auto" in text
+def test_help_explains_every_option_with_its_default(command: str) -> None:
+    commands = next(a for a in parser_of([command])._actions if a.dest == "command")
+    for action in commands.choices[command]._actions:  # type: ignore[index, union-attr]
+        assert action.help
+        if action.option_strings and action.nargs != 0 and not action.required:
+            assert action.default is not None or "default" in action.help, action.option_strings
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:

@@ -68,7 +68,7 @@ class TIDE:
         check: prove on attach that range-running equals the model; see `tide.attach`.
 
     Attributes:
-        last_stats: what the last call did.
+        last_stats: what the last call did; what each token needed can be read while it runs.
         guard: watches the risk; None if none was given.
         certificate: what the risk rests on; None if none was given.
     """
@@ -233,7 +233,9 @@ class TIDE:
         may_guess = not any(
             isinstance(p, PrefixConstrainedLogitsProcessor) for p in logits_processor
         )
-        stats = ExitStats(self.runner.n_layers)
+        stats = self.last_stats = ExitStats(self.runner.n_layers)
+        stats.depths, stats.scores = [row.depths for row in rows], [row.scores for row in rows]
+        stats.sources, stats.full = [row.sources for row in rows], [row.full for row in rows]
         self.runner.counts.reset()
         pad = getattr(generation_config, "_pad_token_tensor", None)
         output = Output(rows, 0 if pad is None else int(pad), streamer)
@@ -264,8 +266,6 @@ class TIDE:
         stats.losses = self._losses(config, rows, chooser.plain)
         if self.guard is not None and config.mode == "exit" and not deferred:
             self.guard.add(loss for loss in stats.losses if loss is not None)
-        stats.depths = [row.depths for row in rows]
-        stats.scores = [row.scores for row in rows]
         self._count(stats, self.runner.n_layers * max(len(row.new_tokens) for row in rows))
         sequences = output.finish(input_ids)
         if generation_config.return_dict_in_generate:
@@ -321,8 +321,8 @@ class TIDE:
             text = torch.tensor([row.tokens], device=self.runner.input_device)
             with torch.no_grad():
                 said = self.model(text).logits[0, row.prompt - 1 : -1].argmax(-1).cpu()
-            new = torch.tensor(row.new_tokens)
-            losses.append(float((said != new).float().mean()))
+            row.full[:] = said.tolist()
+            losses.append(float((said != torch.tensor(row.new_tokens)).float().mean()))
         return losses
 
     def _make_exits(self, policy: Policy | None) -> Exits:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tide.picture import depth_histogram, depth_map
+
 
 @dataclass
 class LayerCounts:
@@ -52,6 +54,8 @@ class ExitStats:
         differed: of those, the ones for which full depth would have said another token.
         depths: for each row, the layers that each of its new tokens needed.
         scores: for each row, the confidence with which each token left; NaN at full depth.
+        sources: for each row, who had guessed each token before it was computed; None if nobody.
+        full: for each row, what full depth says in place of each token; None where it did not look.
         losses: for each row, the share of its new tokens found to differ from full depth; None if
             the row was not audited.
     """
@@ -69,6 +73,8 @@ class ExitStats:
     differed: int = 0
     depths: list[list[int]] = field(default_factory=list)
     scores: list[list[float]] = field(default_factory=list)
+    sources: list[list[str | None]] = field(default_factory=list)
+    full: list[list[int | None]] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
 
     @property
@@ -130,6 +136,12 @@ class ExitStats:
         if self.audited:
             lines.append(f"Audit: {self.differed} of {self.audited} early tokens differed")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The summary and the depths, for notebooks."""
+        depths = [depth for row in self.depths for depth in row]
+        drawn = "".join(f"<div>{depth_map(row, self.n_layers)}</div>" for row in self.depths)
+        return f"<pre>{self.summary()}</pre>{depth_histogram(depths, self.n_layers)}{drawn}"
 
 
 def _percent(share: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,10 @@ from torch import Tensor
 
 from tide.calibration.progress import bars
 from tide.engine import TIDE
+from tide.stats import ExitStats
 
 # From an encoded prompt to the ids that come out, prompt included.
 Side = Callable[[Mapping[str, Tensor]], Tensor]
-
-
-COUNTED = ("layers_run", "layers_full", "exited_tokens", "total_tokens", "audited", "differed")
 
 
 class Entrants:
@@ -28,22 +27,52 @@ class Entrants:
 
     Attributes:
         sides: the engines as the race needs them.
-        counts: for each, the sums of what its calls counted.
+        stats: for each, what it counted of every prompt.
     """
 
     def __init__(self, engines: Mapping[str, TIDE], options: Mapping[str, Any]) -> None:
         self._engines = engines
-        self.counts = {name: dict.fromkeys(COUNTED, 0) for name in engines}
+        self.stats: dict[str, list[ExitStats]] = {name: [] for name in engines}
         self.sides: dict[str, Side] = {
             name: lambda prompt, engine=engine: engine.generate(**prompt, **options)  # type: ignore[misc]
             for name, engine in engines.items()
         }
 
     def add(self, _: Any = None) -> None:
-        """Add what each engine's last call counted; to be called after every prompt."""
+        """Keep what each engine's last call counted; to be called after every prompt."""
         for name, engine in self._engines.items():
-            for what in COUNTED:
-                self.counts[name][what] += getattr(engine.last_stats, what)
+            self.stats[name].append(engine.last_stats)
+
+    def counted(self, name: str, categories: Sequence[str] = ()) -> dict[str, Any]:
+        """What an engine counted in all, and how deep it went for each category of prompt."""
+        stats = self.stats[name]
+        tokens = _total(stats, "total_tokens")
+        run, full = _total(stats, "layers_run"), _total(stats, "layers_full")
+        layers = Counter[int]()
+        for of_a_prompt in stats:
+            layers.update(of_a_prompt.exits_per_layer)
+        by: dict[str, list[ExitStats]] = {}
+        for category, of_a_prompt in zip(categories, stats, strict=bool(categories)):
+            by.setdefault(category, []).append(of_a_prompt)
+        return {
+            "layers_run": run,
+            "layers_full": full,
+            # What the speed-up would be if layers were all that costs time.
+            "limit": round(full / run, 3),
+            "exit_rate": round(layers.total() / tokens, 4),
+            "exits_per_layer": {str(layer): layers[layer] for layer in sorted(layers)},
+            "audited": _total(stats, "audited"),
+            # Over all tokens, as risk is counted; not over the early ones alone.
+            "disagreement": round(_total(stats, "differed") / tokens, 4),
+            "layer_calls_per_token": {
+                category: round(_total(some, "layers_run") / _total(some, "total_tokens"), 2)
+                for category, some in by.items()
+            },
+        }
+
+
+def _total(stats: Sequence[ExitStats], what: str) -> int:
+    return sum(getattr(of_a_prompt, what) for of_a_prompt in stats)
 
 
 def race(

@@ -11,13 +11,16 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from tide.errors import DataError
 
 SPLITS = ("fit", "gate", "certify")
+
+# Prompts that come with the package: enough to see exits at work, too few and alike to serve with.
+STARTER = Path(__file__).with_name("starter.txt")
 
 # Keys of a JSON line under which a text is looked for, most common first.
 _TEXT_KEYS = ("text", "prompt", "question", "instruction", "turns")
@@ -45,16 +48,19 @@ def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> 
     """Texts of a local file, a Hugging Face data set or a list, in their order, without repeats.
 
     Args:
-        source: a `.txt` (a paragraph each), `.jsonl` or `.json` file, also gzipped; the name of a
-            data set on the hub; or the texts themselves.
+        source: a `.txt` (a paragraph each), `.jsonl` or `.json` file, also gzipped; "starter" for
+            prompts that come with the package, enough to look and not to serve; the name of a data
+            set on the hub; or the texts themselves.
         limit: most texts to take.
 
     Raises:
         DataError: if there is no such file or data set, or no text in it.
     """
     if isinstance(source, (str, Path)):
-        path = Path(source)
-        found: Iterator[str] = _from_file(path) if path.exists() else _from_hub(str(source))
+        path = _path(source)
+        found: Iterator[str] = (
+            (text for _, text in _from_file(path)) if path.exists() else _from_hub(str(source))
+        )
         name = str(source)
     else:
         found, name = iter(source), "the list given"
@@ -67,6 +73,20 @@ def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> 
     if not seen:
         raise DataError(f"There is no text in {name}. Name a file with one text per line.")
     return list(seen)
+
+
+def load_by_category(source: str | Path, limit: int) -> list[tuple[str, str]]:
+    """Categories and texts, the same number of each category as far as they go.
+
+    Rows of a `.jsonl` file may have a key "category"; a text without one has the category "".
+    """
+    path = _path(source)
+    rows = _from_file(path) if path.exists() else (("", t) for t in _from_hub(str(source)))
+    by: dict[str, list[tuple[str, str]]] = {}
+    for category, text in rows:
+        by.setdefault(category, []).append((category, text))
+    turns = zip_longest(*by.values())
+    return [row for turn in turns for row in turn if row is not None][:limit]
 
 
 def split_documents(
@@ -114,28 +134,30 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[
     return [list(ids[:max_tokens]) for ids in tokenizer(list(texts))["input_ids"]]
 
 
-def _from_file(path: Path) -> Iterator[str]:
-    stem = path.name.removesuffix(".gz")
+def _path(source: str | Path) -> Path:
+    return STARTER if source == "starter" else Path(source)
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, str]]:
+    """Categories and texts; the category is "" where none is given."""
+    is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        if not stem.endswith((".jsonl", ".json")):
-            yield from file
-            return
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _text_of(line, f"{path}, line {number}")
+                yield _row_of(line, f"{path}, line {number}") if is_json else ("", line)
 
 
-def _text_of(line: str, where: str) -> str:
+def _row_of(line: str, where: str) -> tuple[str, str]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}. Give one object per line.") from error
     if isinstance(row, str):
-        return row
+        return "", row
     for key in _TEXT_KEYS:
         if isinstance(row, dict) and key in row:
             value = row[key]
-            return str(value[0] if isinstance(value, list) else value)
+            return str(row.get("category", "")), str(value[0] if isinstance(value, list) else value)
     raise DataError(f"{where} has none of the keys {', '.join(_TEXT_KEYS)}.")
 
 
@@ -146,7 +168,7 @@ def _from_hub(name: str) -> Iterator[str]:
     except ImportError as error:
         raise DataError(
             f"There is no file {name!r}, and reading it as a Hugging Face data set needs the "
-            "`datasets` package. Install it, or name a local .txt or .jsonl file."
+            "`datasets` package. Install it, or name a local .txt or .jsonl file, or `starter`."
         ) from error
     config = "wikitext-2-raw-v1" if name == "wikitext" else None
     repository = "Salesforce/wikitext" if name == "wikitext" else name

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -14,44 +14,34 @@ from typing import Any
 COMMANDS = {
     "assess": "how much depth this model could save, before any training",
     "calibrate": "fit exit heads, routers and a draft table",
-    "bench": "every mode on the same prompts; or a search for prompts that fool the exits",
     "certify": "find thresholds that hold a risk, with a stated confidence",
-    "export-draft": "write a calibrated exit as a draft model for speculation",
+    "show": "tokens coloured by the depth they needed",
+    "bench": "every mode on the same prompts; or a search for prompts that fool the exits",
+    "report": "a benchmark as a page and as pictures",
     "serve": "vLLM's own server, with exits or drafts",
+    "export-draft": "write a calibrated exit as a draft model for speculation",
+    "env": "versions and devices, for bug reports",
+    "completion": "a script that completes commands and options in your shell",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it went well, 1 if it could not, 2 if it was called wrongly."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="tide", description="A frozen causal LM that spends less depth on easy tokens."
-    )
-    chosen = parser
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # Only the command that is called needs its options, and no command needs the others'.
+    parser = parser_of(words[:1])
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
-        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        hint = f" Did you mean `tide {near[0]}`?" if near else ""
-        parser.error(f"there is no command {words[0]!r}.{hint} There is {', '.join(COMMANDS)}.")
-    for name, what in COMMANDS.items():
-        # Only the command that is called needs its options, and no command needs the others'.
-        sub = commands.add_parser(
-            name,
-            help=what,
-            description=what[0].upper() + what[1:] + ".",
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        parser.error(
+            f"there is no command {words[0]!r}.{did_you_mean(words[0], COMMANDS)} "
+            f"There is {', '.join(COMMANDS)}."
         )
-        if words[:1] == [name]:
-            chosen = sub
-            _module(name).options(sub)
-            sub.add_argument("--json", action="store_true", help="print one JSON line at the end")
     args, rest = parser.parse_known_args(words)
     if getattr(_module(args.command), "PASSES_ON", False):
         args.rest = rest
     elif rest:
+        chosen = args.parser
         known = [option for action in chosen._actions for option in action.option_strings]
-        near = difflib.get_close_matches(rest[0].split("=")[0], known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(rest[0].split("=")[0], known)
         chosen.error(f"there is no option {rest[0]}.{hint}")
     from tide.errors import TideError
 
@@ -66,6 +56,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(result))
     return 0
+
+
+def parser_of(filled: Collection[str]) -> argparse.ArgumentParser:
+    """The parser of `tide`, with the options of the commands in `filled`."""
+    parser = argparse.ArgumentParser(
+        prog="tide", description="A frozen causal LM that spends less depth on easy tokens."
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, what in COMMANDS.items():
+        sub = commands.add_parser(
+            name,
+            help=what,
+            description=what[0].upper() + what[1:] + ".",
+            formatter_class=_Help,
+        )
+        sub.set_defaults(parser=sub)
+        if name in filled:
+            _module(name).options(sub)
+            sub.add_argument("--json", action="store_true", help="print one JSON line at the end")
+    return parser
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default of an option, unless it is a switch or its help says it already."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says = action.default in (None, False) or "(default" in (action.help or "")
+        return action.help if says else super()._get_help_string(action)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A sentence that names the nearest of the known words; empty if none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+def _version() -> str:
+    from tide import __version__
+
+    return f"tide {__version__}"
 
 
 def _module(command: str) -> Any:

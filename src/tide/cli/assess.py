@@ -14,7 +14,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     model_options(parser)
     data_options(parser, samples=48)
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the result")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the result (default: no plot)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

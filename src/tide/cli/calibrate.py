@@ -57,7 +57,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of split, sampling and fitting")
     parser.add_argument(
-        "--work", type=Path, help="keep what was collected here, to go on or to fit again"
+        "--work",
+        type=Path,
+        help="keep what was collected here, to fit again (default: beside DIR, removed at the end)",
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 from typing import Any
 
+from tide.cli import did_you_mean
 from tide.errors import UnsupportedModelError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -22,7 +24,9 @@ def model_options(parser: argparse.ArgumentParser) -> None:
 def data_options(parser: argparse.ArgumentParser, samples: int) -> None:
     """Options of every command that reads prompts."""
     parser.add_argument(
-        "--data", default="wikitext", help="prompts: a .txt or .jsonl file, or a data set"
+        "--data",
+        default="wikitext",
+        help="prompts: a .txt or .jsonl file, a data set, or starter, which comes with TIDE",
     )
     parser.add_argument("--samples", type=int, default=samples, help="most prompts to take")
 
@@ -46,6 +50,21 @@ def conditions(model: Any) -> dict[str, Any]:
     }
 
 
+def _near(model: str) -> list[str]:
+    """Models on this machine that may have been meant: in the hub's cache, or beside the folder."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = [repo.repo_id for repo in scan_cache_dir().repos if repo.repo_type == "model"]
+    except CacheNotFound:
+        found = []
+    folder = Path(model).parent
+    if folder.is_dir():
+        found += [str(folder / path.parent.name) for path in folder.glob("*/config.json")]
+    return found
+
+
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model, in evaluation mode, and its tokenizer."""
     import torch
@@ -63,6 +82,7 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
         )
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(
-            f"{args.model!r} cannot be loaded as a causal language model: {error}"
+            f"{args.model!r} cannot be loaded as a causal language model."
+            f"{did_you_mean(args.model, _near(args.model))} {error}"
         ) from error
     return model.eval(), tokenizer

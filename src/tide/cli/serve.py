@@ -16,7 +16,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a hub id or a folder")
     parser.add_argument("artifact", metavar="DIR", help="an artifact from calibrate, or a hub id")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--risk", type=float, help="serve exits with this certified risk")
+    how.add_argument(
+        "--risk", type=float, help="serve exits with this certified risk (default: none)"
+    )
     how.add_argument(
         "--uncertified", action="store_true", help="serve exits as calibrated, without a promise"
     )

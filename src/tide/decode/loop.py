@@ -308,6 +308,7 @@ class DepthDecoder:
             self._settle(r, row, full)
             for position in [i for i in row.early if i in full]:
                 differs = row.early.pop(position) != full[position]
+                row.full[position + 1 - row.prompt] = full[position]
                 row.differed += differs
                 self.stats.audit(differs)
 
@@ -342,6 +343,8 @@ class DepthDecoder:
             row.accepted += as_guessed
             row.depths.append(depth)
             row.scores.append(score)
+            row.sources.append(row.guessed_by if as_guessed else None)
+            row.full.append(None if left is not None else token)
             if self.chooser.ends(row):
                 row.finished = True
                 self._fall_back(r, row, row.settled)

@@ -35,6 +35,8 @@ class Row:
         prompt: how many of them were given.
         depths: layers that each settled new token needed.
         scores: confidence with which each left; NaN at full depth.
+        sources: who had guessed each, if anybody had.
+        full: what full depth says in place of each, once it has looked.
         guessed_by: who made the guesses that are open, or were settled in this step.
         guessed: how many there were.
         accepted: how many of them were right so far.
@@ -52,6 +54,8 @@ class Row:
     settled: int
     depths: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    sources: list[str | None] = field(default_factory=list)
+    full: list[int | None] = field(default_factory=list)
     guessed_by: str | None = None
     guessed: int = 0
     accepted: int = 0

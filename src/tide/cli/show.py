@@ -1,0 +1,131 @@
+"""Gives `tide show MODEL [DIR] "prompt"`: tokens coloured by the depth they needed."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+from tide.cli.loading import conditions, load, model_options
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    model_options(parser)
+    parser.add_argument(
+        "words", nargs="+", metavar="[DIR] PROMPT",
+        help="an artifact from calibrate, and what to ask; without an artifact, tokens of the "
+        "context are guessed and nothing leaves early",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mode", choices=("exit", "lossless"),
+        help="let tokens leave, or let them share passes (default: exit if there is an artifact)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--risk", type=float, help="a certified risk (default: thresholds as calibrated)"
+    )
+    parser.add_argument(
+        "--threshold", type=float, help="one confidence for all exits, uncertified (default: none)"
+    )
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--raw", action="store_true", help="use no chat template")
+    parser.add_argument(
+        "--no-compare", action="store_true", help="do not time the bare model beside it"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page as well (default: none)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Generate, print as it comes, and write the page."""
+    from rich.console import Console
+
+    from tide.exits.files import write_whole
+    from tide.report.live import DepthStreamer, print_legend
+    from tide.report.page import trace_page
+    from tide.report.trace import Trace
+
+    *folders, prompt = args.words
+    model, tokenizer = load(args)
+    engine = _engine(args, model, folders)
+    console = Console(highlight=False)
+    encoded = _encode(tokenizer, prompt, args.raw).to(model.device)
+    asked = {"max_new_tokens": args.new_tokens, "do_sample": False}
+
+    def timed(generate: Any, **more: Any) -> tuple[list[int], float]:
+        began = time.perf_counter()
+        out = generate(**encoded, **asked, **more)[0, encoded["input_ids"].shape[1] :].tolist()
+        return out, len(out) / (time.perf_counter() - began)
+
+    if not args.no_compare:  # the first call of a process pays for what later ones find ready
+        engine.generate(**encoded, max_new_tokens=4, do_sample=False)
+    name = engine.config.mode
+    tokens, speed = timed(engine.generate, streamer=DepthStreamer(engine, tokenizer, console))
+    trace = Trace.of(tokenizer, prompt, tokens, engine.last_stats)
+    trace.conditions = {**conditions(model), "mode": name, "risk": args.risk}
+    if not args.no_compare:
+        trace.speeds = {name: speed, "off": timed(model.generate)[1]}
+    print_legend(trace, console)
+    if args.html:
+        write_whole(
+            args.html, lambda scratch: scratch.write_text(trace_page(trace), encoding="utf-8")
+        )
+        console.print(f"Page written to {args.html}")
+    stats = trace.stats
+    return {
+        "conditions": trace.conditions,
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "tokens": [
+            {"text": p.text, "depth": p.depth, "score": p.score, "source": p.source, "full": p.full}
+            for p in trace.pieces
+        ],
+        "layers_run": stats.layers_run,
+        "layers_full": stats.layers_full,
+        "audited": stats.audited,
+        "differed": stats.differed,
+        "tokens_per_second": trace.speeds,
+    }
+
+
+def _engine(args: argparse.Namespace, model: Any, folders: list[str]) -> Any:
+    from tide.config import TIDEConfig
+    from tide.engine import TIDE
+    from tide.errors import ConfigError
+    from tide.exits.artifact import Artifact
+
+    if len(folders) > 1:
+        raise ConfigError(
+            f"Got {len(folders) + 1} words after MODEL; there are DIR and PROMPT. Put the prompt "
+            "in quotes."
+        )
+    mode = args.mode or ("exit" if folders else "lossless")
+    if mode == "exit" and not folders:
+        raise ConfigError(
+            "--mode exit needs an artifact: tide show MODEL DIR PROMPT. Make one with `tide "
+            "calibrate MODEL -o DIR`."
+        )
+    if mode == "lossless":
+        if args.risk is not None or args.threshold is not None:
+            raise ConfigError(
+                "--mode lossless takes no --risk and no --threshold: nothing differs."
+            )
+        return TIDE(model, *folders)
+    if args.risk is not None and args.threshold is not None:
+        raise ConfigError("--risk chooses the thresholds; give --risk or --threshold, not both.")
+    made = Artifact.from_pretrained(folders[0])
+    config = TIDEConfig(
+        exit_threshold=args.threshold, audit_tail=True, min_layers=made.config.min_layers
+    )
+    # A certificate brings its own settings.
+    return TIDE(model, made, None if args.risk is not None else config, risk=args.risk)
+
+
+def _encode(tokenizer: Any, prompt: str, raw: bool) -> Any:
+    if raw or not tokenizer.chat_template:
+        return tokenizer(prompt, return_tensors="pt")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt",
+        return_dict=True,
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Pages in a real browser, at the width of a phone and of a desk: nothing overflows or fails."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from test_show import early, engine, side, trace, write
+from tide.cli import main
+from tide.report.page import trace_page
+
+sync_api = pytest.importorskip("playwright.sync_api")
+WIDTHS = {"phone": 360, "desk": 1280}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("there is no chromium; install it with your system's packages")
+    with sync_api.sync_playwright() as play:
+        # Without a sandbox of its own it also runs as root, as in containers.
+        yield play.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+
+
+@pytest.fixture(params=WIDTHS.values(), ids=WIDTHS)
+def open_page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    page = browser.new_page(viewport={"width": request.param, "height": 800})
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda r: None if r.url.startswith("file:") else wrong.append(r.url))
+
+    def visit(path: Path) -> Any:
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        return page
+
+    yield visit
+    page.close()
+    assert not wrong
+
+
+def test_show(open_page: Any, tmp_path: Path) -> None:
+    shown = trace(engine())
+    (tmp_path / "show.html").write_text(trace_page(shown), encoding="utf-8")
+    page = open_page(tmp_path / "show.html")
+    tokens, details = page.locator(".text .token"), page.locator(".details")
+    assert tokens.count() == len(shown.pieces)
+    left = next(i for i, piece in enumerate(shown.pieces) if piece.score is not None)
+    tokens.nth(left).hover()
+    assert "left after" in details.inner_text() and "the gate gave it" in details.inner_text()
+    # Without a mouse, and without colours.
+    tokens.nth(left).focus()
+    page.keyboard.press("ArrowRight")
+    assert details.inner_text().startswith(f"Token {left + 2},")
+    number = tokens.nth(left).locator("sub")
+    assert not number.is_visible()
+    page.locator("#numbers").check()
+    assert number.is_visible()
+    assert "underline" in tokens.nth(left).evaluate("e => getComputedStyle(e).textDecorationLine")
+
+
+def test_report(open_page: Any, tmp_path: Path) -> None:
+    sides = [
+        side("generate", 1.0),
+        early("exit, risk 0.02", 1.2, 0.01, 0.02),
+        early("exit, boldness 6", 1.5, 0.1),
+    ]
+    run, html = write(tmp_path / "run.json", sides), tmp_path / "report.html"
+    assert main(["report", str(run), "--html", str(html)]) == 0
+    page = open_page(html)
+    assert page.locator("svg").count() == 5 and page.locator("tbody tr").count() == 3
