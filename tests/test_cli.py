@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,29 @@ from tide.exits.artifact import Artifact
 from tiny import tiny_model, tiny_tokenizer
 
 
+def calibrate(folder: Path) -> int:
+    model, texts, out = (str(folder / name) for name in ("model", "texts.txt", "router"))
+    words = ["calibrate", model, "-o", out, "--data", texts, "--new-tokens", "6", "--json"]
+    words += ["--interval", "2", "--min-layers", "2", "--vocabulary", "64", "--bottleneck", "8"]
+    return main(words)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, texts, and an artifact."""
+    folder = tmp_path_factory.mktemp("cli")
+    tiny_model("llama").save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    texts = "\n".join(f"{'abcdefgh'[i % 8]}{i:03}abc" for i in range(40))
+    (folder / "texts.txt").write_text(texts)
+    assert calibrate(folder) == 0
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tiny_model("llama").save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "texts.txt").write_text(
-        "\n".join(f"{'abcdefgh'[i % 8]}{i:03}abc" for i in range(40))
-    )
-    return tmp_path
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy to work in."""
+    return Path(shutil.copytree(made, tmp_path, dirs_exist_ok=True))
 
 
 def last_line(capsys: Any) -> Any:
@@ -37,16 +53,8 @@ def test_assess(folder: Path, capsys: Any) -> None:
     assert found["documents"] == 4 and found["agreement"][-1] == 1.0 and "verdict" in found
 
 
-def calibrate(folder: Path) -> Path:
-    model, texts, out = (str(folder / name) for name in ("model", "texts.txt", "router"))
-    words = ["calibrate", model, "-o", out, "--data", texts, "--new-tokens", "6", "--json"]
-    words += ["--interval", "2", "--min-layers", "2", "--vocabulary", "64", "--bottleneck", "8"]
-    assert main(words) == 0
-    return folder / "router"
-
-
 def test_bench(folder: Path, capsys: Any) -> None:
-    words = ["bench", str(folder / "model"), str(calibrate(folder))]
+    words = ["bench", str(folder / "model"), str(folder / "router")]
     words += ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--json"]
     assert main([*words, "--samples", "2", "--out", str(folder / "bench.json")]) == 0
     found = last_line(capsys)
@@ -65,7 +73,7 @@ def test_bench(folder: Path, capsys: Any) -> None:
 
 
 def test_show(folder: Path, capsys: Any) -> None:
-    model, router = str(folder / "model"), str(calibrate(folder))
+    model, router = str(folder / "model"), str(folder / "router")
     for words, mode in (([router, "abcabc"], "exit"), (["abcabc"], "lossless")):
         html = folder / f"{mode}.html"
         options = ["--new-tokens", "6", "--html", str(html), "--json"]
@@ -105,13 +113,12 @@ def test_an_interruption_leaves_nothing_half_written(
 ) -> None:
     """Ctrl-C in the middle of the work, and in the middle of writing its result."""
     router, out = folder / "router", folder / "bench.json"
-    words = [str(folder / "model"), "--data", str(folder / "texts.txt"), "--new-tokens", "6"]
+    words = ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--samples", "4"]
+    words += {"certify": ["--risk", "0.9", "--force"], "bench": ["--out", str(out)]}.get(
+        command, []
+    )
     if command == "calibrate":
-        words += ["-o", str(router), "--interval", "2", "--min-layers", "2", "--vocabulary", "64"]
-    else:
-        calibrate(folder)
-        words.insert(1, str(router))
-        words += {"certify": ["--risk", "0.9", "--force"], "bench": ["--out", str(out)]}[command]
+        shutil.rmtree(router)
     before = {path: path.read_bytes() for path in router.glob("*")}
 
     def stop(*args: Any, **kwargs: Any) -> None:
@@ -124,18 +131,20 @@ def test_an_interruption_leaves_nothing_half_written(
     else:
         monkeypatch.setattr("tide.exits.files.save_file", stop)
     capsys.readouterr()
-    assert main([command, *words]) == 130
+    if command == "calibrate":
+        assert calibrate(folder) == 130
+    else:
+        assert main([command, str(folder / "model"), str(router), *words]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in router.glob("*")} == before
     assert not out.exists() and (command != "calibrate" or not router.exists())
 
 
-def test_calibrate(folder: Path, capsys: Any) -> None:
-    out = calibrate(folder)
-    assert last_line(capsys)["documents"]["fit"] == 26
-    made = Artifact.from_pretrained(out)
+def test_calibrate(folder: Path) -> None:
+    made = Artifact.from_pretrained(folder / "router")
+    assert made.record["documents"]["fit"] == 26
     assert made.config.checkpoint_interval == 2
-    card = (out / "README.md").read_text()
+    card = (folder / "router" / "README.md").read_text()
     assert "# TIDE artifact for model" in card and str(folder) not in card
 
 

@@ -111,7 +111,7 @@ def _engine(args: argparse.Namespace, model: Any, folders: list[str]) -> Any:
             raise ConfigError(
                 "--mode lossless takes no --risk and no --threshold: nothing differs."
             )
-        return TIDE(model, *folders)
+        return TIDE(model, folders[0] if folders else None)
     if args.risk is not None and args.threshold is not None:
         raise ConfigError("--risk chooses the thresholds; give --risk or --threshold, not both.")
     made = Artifact.from_pretrained(folders[0])
