@@ -289,6 +289,25 @@ def vllm(name: str) -> str:
     )
 
 
+def lm_eval() -> str:
+    found, rows = read("lm_eval"), []
+    for r in found["results"]:
+        counts = r["generated"] or r["scored"]
+        rows.append((
+            r["task"], r["side"],
+            "; ".join(
+                f"{name} {m['value']:.3f} ± {m['standard_error']:.3f}"
+                for name, m in r["metrics"].items()
+            ),
+            f"{r['same_as_stock']} of {r['documents']}",
+            percent(counts["exit_rate"]) if counts.get("exited_tokens") else "",
+            percent(counts["layers_saved"]) if counts else "",
+        ))  # fmt: skip
+    head = ("task", "side", "metrics, ± standard error", "answers as stock", "tokens that left",
+            "layers saved")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "runner_overhead": runner_overhead,
     "decode_limit": lambda: _limit("decode_limit_smollm2"),
@@ -308,6 +327,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "certificates": certificates,
     "noise_floor": noise_floor,
     "attack": attack,
+    "lm_eval": lm_eval,
     "vllm_exits": lambda: vllm("vllm_exits"),
     "vllm_drafts": lambda: vllm("vllm_drafts"),
 }

@@ -410,6 +410,24 @@ def test_calling_the_engine_gives_logits_with_per_token_exit() -> None:
     assert not torch.allclose(logits[valid], model(**batch).logits[valid], atol=1e-3)
 
 
+@torch.no_grad()
+def test_calling_the_engine_reads_tokens_that_leave_over_the_whole_vocabulary() -> None:
+    model, batch, made = tiny_model("llama"), prompts(3), artifact()
+    made.vocabulary = torch.arange(5, 20)
+    config, policy = TIDEConfig(min_layers=0), ScriptedPolicy(lambda place, checkpoint: True)
+    tide = TIDE(model, made, config, policy=policy, allow_mismatch=True, check=False)
+    valid = batch["attention_mask"].bool()
+    logits = tide(**batch)
+    assert logits.isfinite().all()
+    # All leave after the first two layers, the last token of a row too.
+    assert tide.last_stats.exits_per_layer == {1: int(valid.sum())}
+    assert tide.last_stats.depths == (2 * valid.int()).tolist()
+    with tide.runner as runner:
+        states = runner.run(batch["input_ids"], 0, 2, cache=runner.new_cache(3), valid=valid)
+        lifted = tide.artifact.checkpoints[0].head.lift(states)
+        assert torch.allclose(logits[valid], runner.logits(lifted)[valid], atol=1e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_prefill_exit_saves_work_and_keeps_the_last_token_deep(rows: int) -> None:
     model = tiny_model("llama")

@@ -156,9 +156,10 @@ class TIDE:
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits of every token, `[rows, tokens, vocabulary]`, with per-token exit.
 
-        In mode "exit", a token that leaves is read where it leaves, and the layers above only get
-        its K and V; the last token of each row goes to full depth. In other modes the logits are
-        the model's own.
+        In mode "exit", every token may leave, the last too. One that leaves is read there over the
+        whole vocabulary, and the layers above only get its K and V, made from the state in which it
+        left, whatever `kv_cache_strategy` says; no certificate covers that. In other modes the
+        logits are the model's own.
         """
         valid = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         stats = ExitStats(self.runner.n_layers)
@@ -189,6 +190,7 @@ class TIDE:
                     stats.exit_at(depth - 1)
                 else:
                     stats.full_depth()
+            stats.depths = done.depths.tolist()
             self._count(stats, self.runner.n_layers)
         return done.logits
 

@@ -52,7 +52,8 @@ class ExitStats:
         accepted: of those, the ones that proved right.
         audited: early tokens that a deep pass has checked since.
         differed: of those, the ones for which full depth would have said another token.
-        depths: for each row, the layers that each of its new tokens needed.
+        depths: for each row, the layers that each of its new tokens needed; after `engine(ids)`,
+            that each column needed, 0 for padding.
         scores: for each row, the confidence with which each token left; NaN at full depth.
         sources: for each row, who had guessed each token before it was computed; None if nobody.
         full: for each row, what full depth says in place of each token; None where it did not look.

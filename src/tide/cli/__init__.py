@@ -18,6 +18,7 @@ COMMANDS = {
     "show": "tokens coloured by the depth they needed",
     "bench": "every mode on the same prompts; or a search for prompts that fool the exits",
     "report": "a benchmark as a page and as pictures",
+    "eval": "lm-evaluation-harness's own command, with TIDE as the model",
     "serve": "vLLM's own server, with exits or drafts",
     "export-draft": "write a calibrated exit as a draft model for speculation",
     "env": "versions and devices, for bug reports",

@@ -1,8 +1,8 @@
 """Gives prefill with per-token exit: prompt tokens that are settled stop, the rest are compacted.
 
 A token that stops writes K and V in the layers above from the state in which it left. The others
-attend to all keys and go on alone, so what is saved is computed less. The last token of every row
-goes to full depth.
+attend to all keys and go on alone, so what is saved is computed less. Where decoding goes on from
+the prompts, the last token of every row goes to full depth.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Prefilled:
     """What a prefill leaves behind.
 
     Attributes:
-        last: the last layer's output for the last token of every row, `[rows, hidden]`.
+        last: the last layer's output for the last token of every row, `[rows, hidden]`; empty with
+            logits, where that token may leave too.
         depths: layers that each column passed, `[rows, columns]`; 0 for padding.
         logits: of every column, `[rows, columns, vocabulary]`; None unless asked for.
     """
@@ -62,12 +63,13 @@ def prefill(
 
     Args:
         rows: the number of each row in the batch as given, for the policy.
-        with_logits: also read every token, where it left or at full depth.
+        with_logits: read every token, where it left or at full depth, over the whole vocabulary: a
+            score needs the logit of a token that the exit heads do not read while decoding.
     """
     n = runner.n_layers
     segments = exits.segments(n)
     places = (valid.cumsum(1) - 1).clamp_min(0)  # [rows, columns]
-    final = valid & (places == places.amax(1, keepdim=True))
+    final = valid & (places == places.amax(1, keepdim=True)) & (not with_logits)
     depths = torch.where(valid, n, 0)
     logits: Tensor | None = None
     if with_logits:
@@ -85,7 +87,7 @@ def prefill(
     running = _Running(columns, valid, first)
     for segment, (_, hi) in enumerate(segments[:-1]):
         may_leave = running.valid & ~final.gather(1, running.columns)
-        leaves, read = _ask(exits, segment, running, may_leave, places, rows, hints, with_logits)
+        leaves = _ask(exits, segment, running, may_leave, places, rows, hints)
         if int(leaves.sum()) > config.compaction_threshold * int(running.valid.sum()):
             gone, running = _split(running, leaves)
             at = gone.columns
@@ -95,8 +97,11 @@ def prefill(
             )  # fmt: skip
             row, k = gone.valid.nonzero(as_tuple=True)
             depths[row, at[row, k]] = hi
-            if logits is not None and read is not None:
-                logits[row, at[row, k]] = exits.readout.widen(read).to(logits)
+            if logits is not None:
+                lifted = exits.checkpoints[segment].head.lift(gone.hidden[row, k])
+                logits[row, at[row, k]] = runner.logits(lifted).to(logits)
+            if not running.valid.any():
+                break
         at = running.columns
         running.hidden = runner.run(
             ids.gather(1, at), *segments[segment + 1], cache=cache, hidden=running.hidden,
@@ -118,13 +123,12 @@ def _ask(
     places: Tensor,
     rows: Sequence[int],
     hints: Callable[[int], list[Hint]],
-    with_logits: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Who leaves, boolean as `may_leave`, and the exit head's logits for them, row by row."""
+) -> Tensor:
+    """Who leaves, boolean as `may_leave`."""
     row, k = may_leave.nonzero(as_tuple=True)
     leaves = torch.zeros_like(may_leave)
     if not len(row):
-        return leaves, None
+        return leaves
     hidden = running.hidden[row, k]
     positions = places[row, running.columns[row, k]].tolist()
     asked = [Place(rows[r], p) for r, p in zip(row.tolist(), positions, strict=True)]
@@ -136,10 +140,10 @@ def _ask(
     def hint(chosen: Sequence[int]) -> list[Hint]:
         return [hints(int(row[i]))[positions[i]] for i in chosen]
 
-    decision = exits.policy.decide(segment, hidden, asked, read, hint, with_logits=with_logits)
+    decision = exits.policy.decide(segment, hidden, asked, read, hint, with_logits=False)
     left = torch.tensor(decision.leaves, dtype=torch.long, device=row.device)
     leaves[row[left], k[left]] = True
-    return leaves, decision.logits
+    return leaves
 
 
 def _split(running: _Running, leaves: Tensor) -> tuple[_Running, _Running]:
