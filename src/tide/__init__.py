@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tide.certify import certify as certify
     from tide.config import TIDEConfig as TIDEConfig
     from tide.engine import TIDE as TIDE
+    from tide.integrations.huggingface import decoder as decoder
     from tide.models.attach import attach as attach
     from tide.stats import ExitStats as ExitStats
 
@@ -26,9 +27,19 @@ _HOME = {
     "attach": "tide.models.attach",
     "calibrate": "tide.calibration.pipeline",
     "certify": "tide.certify",
+    "decoder": "tide.integrations.huggingface",
 }
 
-__all__ = ["TIDE", "ExitStats", "TIDEConfig", "assess", "attach", "calibrate", "certify"]
+__all__ = [
+    "TIDE",
+    "ExitStats",
+    "TIDEConfig",
+    "assess",
+    "attach",
+    "calibrate",
+    "certify",
+    "decoder",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,6 @@ class TIDE:
         self._exits = self._make_exits(policy)
         self._lengths = DraftLength(self.config.max_draft, self.config.fixed_drafts)
         self._exit_trial = Trial()
-        self._lock = threading.RLock()
         self.last_stats = ExitStats(self.runner.n_layers)
 
     def generate(
@@ -143,15 +142,15 @@ class TIDE:
         refuse_options(kwargs)
         if generation_config is not None:
             kwargs["generation_config"] = generation_config
-        streamer = kwargs.get("streamer")
-        # A callable decoding loop is handed neither the streamer nor the tokenizer.
+        # A loop is handed neither the streamer nor the tokenizer.
+        loop = partial(self.decode, streamer=kwargs.get("streamer"))
         kwargs = bind_stop_strings(kwargs, self.model.generation_config)
+        return self.model.generate(inputs, custom_generate=loop, **kwargs)
 
-        def loop(model: Any, input_ids: Tensor, **prepared: Any) -> Any:
+    def decode(self, model: Any, input_ids: Tensor, streamer: Any = None, **prepared: Any) -> Any:
+        """The loop that `model.generate(custom_generate=...)` calls with everything prepared."""
+        with self.runner.lock:
             return self._decode(input_ids, streamer, **prepared)
-
-        with self._lock:
-            return self.model.generate(inputs, custom_generate=loop, **kwargs)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Logits of every token, `[rows, tokens, vocabulary]`, with per-token exit.
@@ -163,7 +162,7 @@ class TIDE:
         """
         valid = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         stats = ExitStats(self.runner.n_layers)
-        with self._lock, self.runner:
+        with self.runner.lock, self.runner:
             if self.config.mode != "exit":
                 self.last_stats = stats
                 with torch.no_grad():
@@ -209,7 +208,6 @@ class TIDE:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        """The decode loop that `model.generate` calls with everything prepared."""
         refuse_modes(generation_config, model_kwargs)
         limit = self.runner.position_limit
         if limit is not None and generation_config.max_length > limit:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import GenerationConfig, StoppingCriteriaList, StopStringCriteria
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation import GenerationMode
 
 from tide.errors import UnsupportedGenerationError
@@ -30,9 +36,26 @@ def refuse_options(kwargs: Mapping[str, Any]) -> None:
         value = kwargs.get(name)
         if value is not None and value is not False:
             raise UnsupportedGenerationError(
-                f"engine.generate does not take {name}: {why}. Leave it out, or call "
-                "model.generate."
+                f"Decoding by depth does not take {name}: {why}. Leave it out, or call "
+                "model.generate without TIDE."
             )
+
+
+def generate_call() -> dict[str, Any]:
+    """The arguments of the `model.generate` call that we are inside of; empty if of none.
+
+    `generate` hands its loop neither the streamer nor the assistant model, and does not tell a hub
+    repository's function which repository it is. They stay where they are, its own parameters, and
+    are read there: the alternative is a stream that never ends.
+    """
+    code = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return {}
+    names, _, rest, values = inspect.getargvalues(frame)
+    return {**(values[rest] if rest else {}), **{name: values[name] for name in names}}
 
 
 def bind_stop_strings(kwargs: Mapping[str, Any], default: GenerationConfig) -> dict[str, Any]:

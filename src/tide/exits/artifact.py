@@ -111,9 +111,11 @@ class Artifact:
             ) from error
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write a folder, with the model card that people read on the hub."""
+        """Write a folder, with the card that people read on the hub and the door for `generate`."""
         folder = self.save(folder)
-        (folder / files.CARD).write_text(model_card(self.record))
+        for name, text in {files.CARD: model_card(self.record), **files.CUSTOM_GENERATE}.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
         return folder
 
     @classmethod

@@ -12,14 +12,14 @@ def model_card(record: Mapping[str, Any]) -> str:
     lines = [
         "---",
         "library_name: tide",
-        "tags: [early-exit, adaptive-depth, speculative-decoding]",
+        "tags: [custom_generate, early-exit, adaptive-depth, speculative-decoding]",
         *([f"base_model: {base}"] if "model" in record else []),
         "---",
         "",
         f"# TIDE artifact for {base}",
         "",
         "Exit heads, gates and a draft table for a frozen causal language model. It holds no "
-        "weights of the model and no code.",
+        "weights of the model, and no code but the import that lets `generate` find it.",
         "",
         "```python",
         "from transformers import AutoModelForCausalLM",
@@ -28,6 +28,8 @@ def model_card(record: Mapping[str, Any]) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("{base}")',
         'engine = TIDE(model, "path/to/this/folder")  # lossless',
         'early = TIDE(model, "path/to/this/folder", TIDEConfig(exit_threshold=None))  # may differ',
+        "# or, without an engine of your own (runs the code in custom_generate/):",
+        'model.generate(..., custom_generate="path/to/this/folder", trust_remote_code=True)',
         "```",
         "",
     ]

@@ -23,6 +23,20 @@ from tide.errors import ArtifactError
 
 HEADER, TENSORS, CARD = "tide.json", "tide.safetensors", "README.md"
 
+# What `model.generate(custom_generate=FOLDER, trust_remote_code=True)` looks for. It first reads
+# the imports, and for a missing one advises to install a package of the module's name, which is not
+# ours; those inside a `try` it leaves to the requirements.
+CUSTOM_GENERATE = {
+    "custom_generate/generate.py": '''"""Decodes with the TIDE artifact of this repository."""
+
+try:
+    from tide.integrations.huggingface import generate  # noqa: F401
+except ImportError as error:
+    raise ImportError("This needs TIDE: pip install tide-llm") from error
+''',
+    "custom_generate/requirements.txt": "tide-llm\n",
+}
+
 
 def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write an artifact; an interruption while writing leaves what was there before."""

@@ -32,10 +32,9 @@ def attach(model: Any, *, check: bool = True) -> DepthRunner:
     """
     try:
         runner = DepthRunner(model)
-        with runner:
-            pass  # the first entry learns what the layers return
-        if check:
-            self_check(runner)
+        with runner.lock, runner:  # the first entry learns what the layers return
+            if check:
+                self_check(runner)
     except TideError:
         raise
     except Exception as error:

@@ -8,9 +8,11 @@ own, in every family, and a layer that is not run is not called.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,9 @@ from tide.models.locate import locate, text_config
 from tide.models.masks import attention_mask
 from tide.models.refuse import refuse_unsupported
 from tide.stats import LayerCounts
+
+# One for each model: while a pass runs its layers are gates, for every other runner too.
+_LOCKS: WeakKeyDictionary[Any, threading.RLock] = WeakKeyDictionary()
 
 
 @dataclass
@@ -70,11 +75,13 @@ class DepthRunner:
         model, parts, config: the model, its located parts and its text config.
         position_limit: tokens beyond which its rotary positions change meaning; None if never.
         counts: layer calls and tokens so far.
+        lock: one for all runners of the model; to be held by a thread while it runs passes.
     """
 
     def __init__(self, model: Any) -> None:
         refuse_unsupported(model)
         self.model = model
+        self.lock = _LOCKS.setdefault(model, threading.RLock())
         self.parts = locate(model)
         self.config = text_config(model)
         self.n_layers = len(self.parts.layers)

@@ -1,0 +1,53 @@
+"""Audit in production: serve with a risk, log what the checks find, fall back when it breaks.
+
+    python examples/audit_in_production.py --artifact DIR --risk 0.05 --prompts prompts.txt
+
+The artifact needs a certificate for the risk (`tide certify`, or examples/certify_your_task.py).
+Every early token is checked later, for free. A test that may be looked at after every request says
+when more of them differ than was promised; then exits go off, and the words are the full model's.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tide
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+parser.add_argument("--artifact", required=True, help="a certified folder")
+parser.add_argument("--risk", type=float, required=True, help="share of tokens that may differ")
+parser.add_argument("--prompts", type=Path, required=True, help="the requests, one per line")
+parser.add_argument("--new-tokens", type=int, default=64)
+args = parser.parse_args()
+logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+log = logging.getLogger("serving")
+
+model = AutoModelForCausalLM.from_pretrained(args.model)
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+
+
+def on_drift(watch) -> None:
+    """Page somebody. To only fall back, pass on_drift="full_depth" instead of a function."""
+    log.warning(
+        f"drift: {watch.estimate:.2%} of tokens differed over {watch.sequences} requests, "
+        f"{watch.risk:.2%} were promised. Exits are off. Certify again on requests like these: "
+        f"tide certify {args.model} {args.artifact} --risk {args.risk} --data requests.jsonl"
+    )
+    engine.guard.tripped = True  # until engine.guard.reset()
+
+
+engine = tide.TIDE(model, args.artifact, risk=args.risk, on_drift=on_drift)
+for line in args.prompts.read_text().splitlines():
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": line}],
+        add_generation_prompt=True, return_tensors="pt", return_dict=True,
+    )  # fmt: skip
+    engine.generate(**prompt, max_new_tokens=args.new_tokens, do_sample=False)
+    stats, watch = engine.last_stats, engine.guard.watch
+    log.info(
+        f"{stats.total_tokens} tokens, {stats.exited_tokens} left early, {stats.differed} differed;"
+        f" watch: {watch.estimate:.2%} of {watch.sequences} requests, wealth {watch.wealth:.2f}"
+    )

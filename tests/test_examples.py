@@ -1,0 +1,155 @@
+"""Every example runs as it is, in a process of its own, and says what it should."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, BloomConfig
+
+from conftest import questions
+from tide.exits.artifact import Artifact
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+pytestmark = pytest.mark.xdist_group("smollm2")
+real = pytest.mark.real
+
+
+def example(name: str, *words: Any, code: int = 0, stdin: str = "", **environment: str) -> str:
+    """What an example prints."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *map(str, words)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+def test_every_example_is_listed_and_short() -> None:
+    readme = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"[{path.name}]({path.name})" in readme
+        text = path.read_text()
+        assert f"python examples/{path.name}" in text.split('"""')[1]
+        assert len(text.splitlines()) <= 60
+
+
+@real
+def test_quickstart(smollm2_path: Path, small_artifact: Path) -> None:
+    out = example("quickstart.py", "--model", smollm2_path, "--artifact", small_artifact)
+    assert out.count("One, two, three, four, one, two,") == 2
+    exited = [int(n) for n in re.findall(r"Total tokens: 48, Exited: (\d+)", out)]
+    assert exited[0] == 0 and exited[1] > 0
+    assert re.search(r"Audit: \d+ of \d+ early tokens differed", out)
+
+
+@real
+def test_any_model(smollm2_path: Path, tmp_path: Path) -> None:
+    out = example("any_model.py", "--model", smollm2_path, "--new-tokens", 12)
+    assert "LlamaForCausalLM: 30 layers" in out and "Half of the tokens are settled after" in out
+    config = BloomConfig(vocab_size=32, hidden_size=8, n_layer=2, n_head=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    out = example("any_model.py", "--model", tmp_path, code=1)
+    assert re.search(r"Not this model: BloomForCausalLM .* ALiBi", out)
+
+
+@real
+def test_tune_threshold(smollm2_path: Path, small_artifact: Path) -> None:
+    out = example(
+        "tune_threshold.py", "--model", smollm2_path, "--artifact", small_artifact,
+        "--thresholds", 1.1, 0.5, "--boldness", 0.1, 8, "--new-tokens", 24,
+    )  # fmt: skip
+    row = r"(exit_threshold|boldness) +([\d.]+) +([\d.]+)% +(-?[\d.]+)% +(\d+) of \d+ tokens"
+    never, half, timid, bold = re.findall(row, out)
+    assert never[2] == "0.0" and never[4] == "0"  # no token can be as sure as that
+    assert float(half[2]) > 0 and float(half[3]) > float(never[3])
+    assert float(bold[2]) > float(timid[2]) and int(bold[4]) > int(timid[4])
+
+
+@real
+def test_pipeline(smollm2_path: Path, small_artifact: Path) -> None:
+    out = example(
+        "pipeline.py", "--model", smollm2_path, "--artifact", small_artifact, "--exits",
+        "--new-tokens", 24,
+    )  # fmt: skip
+    sea, colours, stats = out.split("--\n")
+    assert "sea" in sea and colours.strip()
+    assert re.search(r"Exited: [1-9]", stats)
+
+
+@real
+def test_chat(smollm2_path: Path, small_artifact: Path) -> None:
+    out = example(
+        "chat.py", "--model", smollm2_path, "--artifact", small_artifact, "--new-tokens", 24,
+        stdin="Why is the sea salty?\nTell me more.\n",
+    )  # fmt: skip
+    assert re.search("sea|salt", out)
+    passes = re.findall(r"\n\[(\d+) tokens in (\d+) passes\]", out)
+    assert len(passes) == 2
+    assert all(0 < int(rounds) <= int(tokens) <= 24 for tokens, rounds in passes)
+
+
+@real
+def test_certify_your_task(smollm2_path: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(questions("tea, a map, glass, wool, the tide, ink, a kite, snow")))
+    out = example(
+        "certify_your_task.py", "--model", smollm2_path, "--prompts", prompts, "--out",
+        tmp_path / "router", "--risk", 0.2, "--new-tokens", 16,
+    )  # fmt: skip
+    assert re.search(r"% of tokens differed over 32 prompts; p 0\.0", out)
+    (certificate,) = Artifact.load(tmp_path / "router").certificates
+    assert certificate.risk == 0.2 and certificate.p_value <= 0.05
+    assert "Total tokens: 16, Exited: " in out
+
+
+@real
+def test_audit_in_production(
+    smollm2_path: Path, small_artifact: Path, certified_artifact: Path, tmp_path: Path
+) -> None:
+    """A promise that cannot hold: exits are far too bold for it, so the alarm goes off."""
+    made = Artifact.load(small_artifact)
+    made.certificates = [
+        replace(
+            Artifact.load(certified_artifact).certificates[0],
+            risk=0.001, boldness=50.0, dtype="bfloat16", kv_cache_strategy="deferred",
+        )
+    ]  # fmt: skip
+    made.save(tmp_path / "rash")
+    (tmp_path / "requests.txt").write_text("\n".join(questions("ice, a drum")))
+    out = example(
+        "audit_in_production.py", "--model", smollm2_path, "--artifact", tmp_path / "rash",
+        "--risk", 0.001, "--prompts", tmp_path / "requests.txt", "--new-tokens", 16,
+    )  # fmt: skip
+    before, after = out.split("WARNING drift: ")
+    assert re.search(r"[1-9]\d* left early, [1-9]\d* differed", before)
+    assert "tide certify" in after
+    left = re.findall(r"INFO \d+ tokens, (\d+) left early", after)
+    assert len(left) > 1 and set(left[1:]) == {"0"}  # the first is the request that gave the alarm
+
+
+@real
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True).returncode != 0,
+    reason="vLLM is not installed; see docs/vllm.md",
+)
+def test_vllm_offline(smollm2_path: Path, certified_artifact: Path) -> None:
+    out = example(
+        "vllm_offline.py", "--model", smollm2_path, "--artifact", certified_artifact,
+        "--risk", 0.2, "--dtype", "float32", "--new-tokens", 24,
+        VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+    )  # fmt: skip
+    counted = dict(re.findall(r"tide:tokens_total (\w+) (\d+)", out))
+    assert int(counted["24"]) > 0 and int(counted["full"]) > 0
+    assert out.count("--\n") == 4
