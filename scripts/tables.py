@@ -1,7 +1,9 @@
-"""Writes the tables of the docs from the result files that the benchmarks wrote.
+"""Writes the tables of the docs from the result files that the benchmarks wrote, and from the code.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; nothing between them is typed by
-hand. `--check` only says whether they are up to date.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure within a sentence between
+`<!-- figure: NAME -->` and `<!-- end -->`; nothing between them is typed by hand. `--check` only
+says whether they are up to date. What comes from the code is made in `reference.py`, figures in
+`figures.py`.
 
     python scripts/tables.py [--check]
 """
@@ -12,6 +14,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SECTION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 MODELS = ("smollm2", "gemma3_270m", "qwen2_5_coder_0_5b")
 
 
@@ -308,6 +312,11 @@ def lm_eval() -> str:
     return table(head, rows) + conditions(found["conditions"])
 
 
+def from_code(name: str) -> Callable[[], str]:
+    """A table that `reference.py` makes; it imports the library, so it is imported when needed."""
+    return lambda: getattr(import_module("reference"), name)()
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "runner_overhead": runner_overhead,
     "decode_limit": lambda: _limit("decode_limit_smollm2"),
@@ -330,6 +339,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "lm_eval": lm_eval,
     "vllm_exits": lambda: vllm("vllm_exits"),
     "vllm_drafts": lambda: vllm("vllm_drafts"),
+    "models": from_code("models"),
+    "refused": from_code("refused"),
+    "refused_options": from_code("refused_options"),
+    "settings": from_code("settings"),
+    "sequences": from_code("sequences"),
+    "commands": from_code("commands"),
 }
 
 
@@ -340,13 +355,21 @@ def made(name: str) -> str:
         return f"*Not measured yet: there is no {Path(error.filename).name}.*"
 
 
+def filled(page: str) -> str:
+    """A page with its tables and figures as they should be."""
+    if re.search(r"^ *<!-- figure:", page, re.MULTILINE):
+        raise SystemExit("A figure begins a line, which Markdown takes for a block of HTML.")
+    page = SECTION.sub(lambda m: f"{m[1]}{made(m[2])}\n{m[3]}", page)
+    return FIGURE.sub(lambda m: f"{m[1]}{import_module('figures').figure(m[2])}{m[3]}", page)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing")
     args = parser.parse_args()
     for page in PAGES:
         before = page.read_text()
-        after = SECTION.sub(lambda m: f"{m[1]}{made(m[2])}\n{m[3]}", before)
+        after = filled(before)
         if before != after and args.check:
             raise SystemExit(f"{page.relative_to(ROOT)} is not what scripts/tables.py writes.")
         page.write_text(after)

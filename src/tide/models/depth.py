@@ -141,7 +141,8 @@ class DepthRunner:
 
         Args:
             input_ids: the tokens, `[rows, new_tokens]`.
-            lo, hi: the layers to run, counted from 0.
+            lo: first layer to run, counted from 0.
+            hi: the layer to stop before.
             cache: from `new_cache`.
             hidden: output of layer `lo - 1` for these tokens, `[rows, new_tokens, hidden]`;
                 required if `lo > 0`.

@@ -1,0 +1,106 @@
+"""Gives the figures that stand within sentences of the docs, each from a result file.
+
+`scripts/tables.py` writes them into the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tables import percent, read
+
+
+def _side(of: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(side for side in of if side["side"] == name)
+
+
+def _exits(dtype: str, side: str) -> dict[str, Any]:
+    of = next(r for r in read("exits")["results"] if r["dtype"] == dtype)
+    return _side(of["sides"], side)
+
+
+def _lossless(side: str) -> dict[str, Any]:
+    return _side(read("lossless")["results"]["sides"], side)
+
+
+def _times(speedup: float) -> str:
+    return f"{speedup:.2f}x"
+
+
+def _span(values: list[float], form: str = "{:.2f}") -> str:
+    return f"{form.format(min(values))} to {form.format(max(values))}"
+
+
+def _in_layers(part: str) -> str:
+    costs = read("calibration_smollm2")["costs"]
+    return f"{costs[part] / costs['layer']:.2g}"
+
+
+def _off() -> str:
+    """Mode "off" against bare generate, over dtypes, batches and two models."""
+    runs = [read(name)["results"] for name in ("decode_limit_smollm2", "decode_limit_random")]
+    return _span([r["profiles"][0]["speedup"] for run in runs for r in run])
+
+
+def _four_rows() -> str:
+    """Scripted exits of 30 and 60 % at half depth with four rows, against no exits."""
+    runs = [read(name)["results"] for name in ("decode_limit_smollm2", "decode_limit_random")]
+    found = [r["profiles"] for run in runs for r in run if r["rows"] == 4]
+    return _span(
+        [p["speedup"] / profiles[0]["speedup"] for profiles in found for p in profiles[1:3]]
+    )
+
+
+def _noise(kind: str) -> list[float]:
+    return [100 * r["share"] for r in read("noise_floor")["results"] if r["read"].startswith(kind)]
+
+
+def _certified(source: str, served: str, boldness: float) -> str:
+    """Measured share of tokens that differ, on fresh prompts, at one boldness."""
+    rows = [r for r in read(f"certificates_{source}")["results"]
+            if r["certificate"]["boldness"] == boldness]  # fmt: skip
+    found = [r[where] for r in rows for where in ("same_source", "other_source") if where in r]
+    return f"{100 * next(at['measured'] for at in found if at['source'] == served):.2f} %"
+
+
+def _attack(goal: str) -> dict[str, Any]:
+    return next(r for r in read("attack")["results"] if r["goal"] == goal)
+
+
+FIGURES: dict[str, Callable[[], str]] = {
+    "exits_alone": lambda: _times(_exits("bfloat16", "exits")["speedup"]),
+    "exits_saved": lambda: percent(_exits("bfloat16", "exits")["layer_calls_saved"]),
+    "exits_left": lambda: percent(_exits("bfloat16", "exits")["exit_rate"]),
+    "exits_differ": lambda: percent(_exits("bfloat16", "exits")["disagreement"]),
+    "exits_drafts": lambda: _times(_exits("bfloat16", "exits and drafts")["speedup"]),
+    "lossless_table": lambda: _times(_lossless("context + table")["speedup"]),
+    "lossless_context": lambda: _times(_lossless("context")["speedup"]),
+    "lossless_lookup": lambda: _times(_lossless("prompt lookup")["speedup"]),
+    "lossless_categories": lambda: _span(
+        list(_lossless("context + table")["by_category"].values())
+    ),
+    "identical_lookup": lambda: _lossless("prompt lookup")["identical_outputs"],
+    "identical_context": lambda: _lossless("context")["identical_outputs"],
+    "off": _off,
+    "four_rows": _four_rows,
+    "overhead": lambda: _span([r["ratio"] for r in read("runner_overhead")["results"]], "{:.3f}"),
+    "router_layers": lambda: _in_layers("router"),
+    "exit_head_layers": lambda: _in_layers("exit_head"),
+    "head_layers": lambda: _in_layers("head"),
+    "noise_bf16": lambda: f"{_span(_noise('bf16'))} %",
+    "noise_fp32": lambda: f"{max(_noise('fp32 against fp32')):.2f} %",
+    "safest_spec_bench": lambda: _certified("gsm8k", "spec_bench", 0.125),
+    "safest_gsm8k": lambda: _certified("gsm8k", "gsm8k", 0.125),
+    "attack_start": lambda: percent(_attack("wrong")["start"]["mean"]),
+    "attack_end": lambda: percent(_attack("wrong")["end"]["mean"]),
+    "attack_promised": lambda: percent(_attack("wrong")["served"]["promised"]),
+    "attack_fired": lambda: str(_attack("wrong")["served"]["watch_fired_after"]),
+    "attack_deep": lambda: percent(_attack("deep")["end"]["mean"]),
+    "calibration_tokens": lambda: f"{read('calibration_smollm2')['tokens']['fit']:,}",
+}
+
+
+def figure(name: str) -> str:
+    """A figure by its name."""
+    return FIGURES[name]()

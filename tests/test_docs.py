@@ -1,0 +1,184 @@
+"""Every fenced block of the README and the docs runs, or says why it does not.
+
+Blocks of a page run in order, in one folder and one namespace, with the local copy of the model in
+the hub's place. Pages of the docs go on where the tutorial ended: its files are in their folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import tide
+from tide.exits.artifact import Artifact
+from tide.models.fingerprint import Fingerprint
+
+ROOT = Path(__file__).parent.parent
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+RUN = ("python", "bash", "shell")
+SHOWN = ("text", "json")
+REASONS = (
+    "needs a GPU",
+    "needs the hub",
+    "starts a server",
+    "a long benchmark",
+    "the test's own environment has it",
+    "until `tide show` lands",
+)
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>\S*).*?\n(?P<code>.*?)^ *(?P=marks) *$",
+    re.DOTALL | re.MULTILINE,
+)
+EXCUSE = re.compile(r"<!-- not run: (.*?) -->\s*\Z")
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    code: str
+    excuse: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks of a page."""
+    found = []
+    for match in FENCE.finditer(text):
+        before = text[: match.start()]
+        excuse = EXCUSE.search(before)
+        found.append(Block(before.count("\n") + 2, match["language"], dedent(match["code"]),
+                           excuse[1] if excuse else None))  # fmt: skip
+    return found
+
+
+def faults(text: str) -> list[str]:
+    """What is wrong with the fences of a page, line by line."""
+    found = []
+    for block in blocks(text):
+        if block.language not in RUN + SHOWN:
+            found.append(f"{block.line}: {block.language!r} is none of {RUN + SHOWN}")
+        if block.excuse is not None and block.excuse not in REASONS:
+            found.append(f"{block.line}: {block.excuse!r} is none of {REASONS}")
+        if block.excuse is not None and block.language in SHOWN:
+            found.append(f"{block.line}: {block.language} is not run anyway")
+    if text.count("<!-- not run:") != sum(block.excuse is not None for block in blocks(text)):
+        found.append("a 'not run' comment does not stand right before a block")
+    return found
+
+
+def to_run(page: Path) -> list[Block]:
+    return [b for b in blocks(page.read_text()) if b.language in RUN and b.excuse is None]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_runs_or_says_why_not(page: Path) -> None:
+    assert faults(page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("```\ntide assess\n```", "'' is none of"),
+        ("~~~\ntide assess\n~~~", "'' is none of"),
+        ("```console\n$ tide assess\n```", "'console' is none of"),
+        ("<!-- not run: too slow -->\n```bash\ntide\n```", "'too slow' is none of"),
+        ("<!-- not run: needs a GPU -->\n```text\ntide\n```", "is not run anyway"),
+        ("<!-- not run: needs a GPU -->\nSo:\n```bash\ntide\n```", "right before a block"),
+    ],
+)
+def test_a_block_that_nobody_runs_is_noticed(text: str, fault: str) -> None:
+    (found,) = faults(text)
+    assert fault in found
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def play(page: Path, folder: Path, model: Path) -> None:
+    """Run the blocks of a page; a failure names its line."""
+    names: dict[str, Any] = {"__name__": page.stem}
+    with inside(folder):
+        for block in to_run(page):
+            code = block.code.replace(MODEL, str(model))
+            if block.language == "python":
+                # Empty lines before it, so that a traceback has the lines of the page.
+                exec(compile("\n" * (block.line - 1) + code, str(page), "exec"), names)
+            else:
+                shell(code, f"{page.name}, line {block.line}", folder)
+
+
+def shell(code: str, where: str, folder: Path) -> None:
+    path = os.pathsep.join(
+        [str(tools(folder)), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
+    done = subprocess.run(
+        ["bash", "-e", "-o", "pipefail", "-c", code],
+        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1",
+             "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{where}:\n{code}\n{done.stdout}\n{done.stderr}"
+
+
+def tools(folder: Path) -> Path:
+    """A folder with `tide`, where this interpreter has no such script beside it."""
+    made = folder / ".tools"
+    made.mkdir(exist_ok=True)
+    if shutil.which("tide", path=str(Path(sys.executable).parent)) is None:
+        shim = made / "tide"
+        shim.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tide.cli "$@"\n')
+        shim.chmod(0o755)
+    return made
+
+
+@pytest.fixture(scope="session")
+def tutorial(smollm2_path: Path, tmp_path_factory: Any) -> Path:
+    """The folder in which the tutorial ran."""
+    folder: Path = tmp_path_factory.mktemp("tutorial")
+    play(TUTORIAL, folder, smollm2_path)
+    return folder
+
+
+@pytest.mark.real
+@pytest.mark.xdist_group("docs")
+@pytest.mark.parametrize(
+    "page", [TUTORIAL, *(p for p in PAGES if to_run(p) and p != TUTORIAL)], ids=lambda p: p.name
+)
+def test_blocks_run(page: Path, smollm2_path: Path, tmp_path: Path, request: Any) -> None:
+    folder = tmp_path
+    if page.parent.name == "docs":
+        done = request.getfixturevalue("tutorial")
+        folder = shutil.copytree(done, tmp_path / "page")
+    if page != TUTORIAL:
+        play(page, folder, smollm2_path)
+
+
+def test_the_api_page_shows_every_public_name() -> None:
+    shown = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert {f"{home}.{name}" for name, home in tide._HOME.items()} <= set(shown)
+
+
+def test_the_artifact_page_names_every_key() -> None:
+    page = (ROOT / "docs" / "artifact.md").read_text()
+    header = Artifact(Fingerprint("", "", ""), hidden_size=1)._header()
+    assert [key for key in (*header, "digest") if f"| `{key}` |" not in page] == []
