@@ -15,9 +15,13 @@ def _side(of: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return next(side for side in of if side["side"] == name)
 
 
-def _exits(dtype: str, side: str) -> dict[str, Any]:
-    of = next(r for r in read("exits")["results"] if r["dtype"] == dtype)
-    return _side(of["sides"], side)
+def _exits(drafts: bool) -> dict[str, Any]:
+    name = "exit, boldness 1" if drafts else "exit without drafts"
+    return _side(read("bench_smollm2")["results"], name)
+
+
+def _saved(side: dict[str, Any]) -> str:
+    return percent(1 - side["layers_run"] / side["layers_full"])
 
 
 def _lossless(side: str) -> dict[str, Any]:
@@ -69,11 +73,11 @@ def _attack(goal: str) -> dict[str, Any]:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
-    "exits_alone": lambda: _times(_exits("bfloat16", "exits")["speedup"]),
-    "exits_saved": lambda: percent(_exits("bfloat16", "exits")["layer_calls_saved"]),
-    "exits_left": lambda: percent(_exits("bfloat16", "exits")["exit_rate"]),
-    "exits_differ": lambda: percent(_exits("bfloat16", "exits")["disagreement"]),
-    "exits_drafts": lambda: _times(_exits("bfloat16", "exits and drafts")["speedup"]),
+    "exits_alone": lambda: _times(_exits(drafts=False)["speedup"]),
+    "exits_saved": lambda: _saved(_exits(drafts=False)),
+    "exits_left": lambda: percent(_exits(drafts=False)["exit_rate"]),
+    "exits_differ": lambda: percent(_exits(drafts=False)["disagreement"]),
+    "exits_drafts": lambda: _times(_exits(drafts=True)["speedup"]),
     "lossless_table": lambda: _times(_lossless("context + table")["speedup"]),
     "lossless_context": lambda: _times(_lossless("context")["speedup"]),
     "lossless_lookup": lambda: _times(_lossless("prompt lookup")["speedup"]),

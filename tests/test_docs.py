@@ -37,7 +37,6 @@ REASONS = (
     "starts a server",
     "a long benchmark",
     "the test's own environment has it",
-    "until `tide show` lands",
 )
 FENCE = re.compile(
     r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>\S*).*?\n(?P<code>.*?)^ *(?P=marks) *$",
