@@ -3,8 +3,8 @@
     TIDE_DATA=... python bench/vllm_speed.py $(python scripts/weights.py) DIR --what exits \\
         --out bench/results/vllm_exits.json
 
-Every side is an engine of its own; they take turns, all in this process. `half depth` is stock vLLM
-with half of the layers: what leaving at half depth could save at most, K and V not stored.
+Every side is an engine of its own; they take turns. `half depth` is stock vLLM with half of the
+layers: what leaving at half depth could save at most, K and V not stored.
 """
 
 from __future__ import annotations
@@ -86,11 +86,15 @@ def main() -> None:
     options.add_argument("--draft-model", type=Path)
     options.add_argument("--min-layers", type=int, default=24)
     options.add_argument("--boldness", type=float, default=1.0)
+    options.add_argument(
+        "--in-process", action="store_true",
+        help="all engines in this process: quieter, but vLLM prepares no step ahead then",
+    )  # fmt: skip
     args = options.parse_args()
     os.environ.update(
         VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR",
         OMP_NUM_THREADS=str(args.threads), HF_HUB_OFFLINE="1", KMP_BLOCKTIME="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # processes that wait disturb the one that is timed
+        VLLM_ENABLE_V1_MULTIPROCESSING=str(int(not args.in_process)),
     )  # fmt: skip
     from vllm import LLM, SamplingParams
 
@@ -164,6 +168,7 @@ def main() -> None:
         prompts="Spec-Bench",
         most_prompt_tokens=args.prompt,
         eager_on_all_sides=True,
+        in_process=args.in_process,
         vllm=_version(),
         most_drafts=args.drafts if args.what == "drafts" else None,
     )
