@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as play:
         show, report = Path(folder) / "show.html", Path(folder) / "report.html"
-        how = ["--dtype", "bfloat16", "--threads", "2", "--html", str(show)]
+        how = ["--dtype", "bfloat16", "--no-compare", "--html", str(show)]
         assert tide(["show", args.model, args.artifact, PROMPT, *how]) == 0
         assert tide(["report", str(RUN), "--html", str(report), "--png", str(DOCS / "report")]) == 0
         browser = play.chromium.launch(
