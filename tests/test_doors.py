@@ -130,7 +130,7 @@ def test_a_decoder_refuses_what_generate_would_drop(tiny: Any, router: str, name
         tiny.generate(**prompts(1), **GREEDY, **{name: given}, custom_generate=tide.decoder(router))
 
 
-def test_wrong_options_are_found_before_a_modelis(router: str) -> None:
+def test_wrong_options_are_found_before_a_model_is(router: str) -> None:
     with pytest.raises(TypeError, match="riks"):
         tide.decoder(router, riks=0.1)
     with pytest.raises(ArtifactError, match="There is no artifact"):

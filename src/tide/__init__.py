@@ -47,7 +47,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'tide' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    return getattr(import_module(_HOME[name]), name)
+    found = getattr(import_module(_HOME[name]), name)
+    globals()[name] = found  # or, from the second use on, `tide.certify` would be its module
+    return found
 
 
 def __dir__() -> list[str]:
