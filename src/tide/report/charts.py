@@ -42,14 +42,18 @@ def risk_speed(runs: Runs, axes: Axes) -> None:
     curve = runs.curve
     at = [100 * side["disagreement"] for side in curve]
     axes.plot(at, [side["speedup"] for side in curve], "-", color=_THEIRS, zorder=1)
-    for x, side in zip(at, curve, strict=True):
+    axes.margins(x=0.12, y=0.15)
+    for i, (x, side) in enumerate(zip(at, curve, strict=True)):
         certified = side["certificate"]
         axes.scatter(
             x, side["speedup"], s=130 if certified else 40, marker="*" if certified else "o",
             color="#c0392b" if certified else _OURS, zorder=2,
         )  # fmt: skip
         name = side["side"].removeprefix("exit, ")
-        axes.annotate(name, (x, side["speedup"]), (4, 6), textcoords="offset points", fontsize=8)
+        above_or_below = (4, 7 if i % 2 else -13)  # neighbours would write over each other
+        axes.annotate(
+            name, (x, side["speedup"]), above_or_below, textcoords="offset points", fontsize=8
+        )
         if certified:  # how far the promise reaches
             reach = 100 * certified["risk"]
             axes.plot([x, reach], [side["speedup"]] * 2, ":", color="#c0392b", linewidth=1)
@@ -73,12 +77,14 @@ def exits_per_layer(runs: Runs, axes: Axes) -> None:
         axes.bar(at, shares, width, label=side["side"], color=tone)
     axes.set_xticks(range(len(layers)), [f"after {layer + 1}" for layer in layers])
     axes.set(xlabel="layers", ylabel="tokens that leave, %")
-    axes.legend(fontsize=8)
+    axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
 
 
 def depth_by_category(runs: Runs, axes: Axes) -> None:
     """Layer calls per token for each category of prompt."""
     sides = [side for side in runs.ours if side["mode"] != "off"]
+    if any(side["certificate"] for side in sides):  # then the curve's other points only crowd
+        sides = [s for s in sides if s["certificate"] or not s["drafts"] or s["mode"] == "lossless"]
     categories = sorted({c for side in sides for c in side["layer_calls_per_token"]})
     for i, side in enumerate(sides):
         calls = [side["layer_calls_per_token"][category] for category in categories]
@@ -87,7 +93,7 @@ def depth_by_category(runs: Runs, axes: Axes) -> None:
     axes.invert_yaxis()
     axes.grid(axis="y", linewidth=0.4)
     axes.set_xlabel("layer calls per token, prompt included")
-    axes.legend(fontsize=8)
+    axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
 
 
 def realised(runs: Runs, axes: Axes) -> None:
