@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import statistics
 import time
@@ -20,6 +19,7 @@ from rich.progress import track
 import tide
 from tide.bench.race import Side
 from tide.bench.race import race as timed
+from tide.cli.loading import processor
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -128,7 +128,7 @@ def report(what: str, args: argparse.Namespace, results: Any, **conditions: Any)
             **conditions,
             "threads": args.threads,
             "device": "cpu",
-            "processor": _processor(),
+            "processor": processor(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "tide": tide.__version__,
@@ -139,11 +139,3 @@ def report(what: str, args: argparse.Namespace, results: Any, **conditions: Any)
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))

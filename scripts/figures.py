@@ -15,9 +15,12 @@ def _side(of: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return next(side for side in of if side["side"] == name)
 
 
+def _bench(side: str) -> dict[str, Any]:
+    return _side(read("bench_smollm2")["results"], side)
+
+
 def _exits(drafts: bool) -> dict[str, Any]:
-    name = "exit, boldness 1" if drafts else "exit without drafts"
-    return _side(read("bench_smollm2")["results"], name)
+    return _bench("exit, boldness 1" if drafts else "exit without drafts")
 
 
 def _saved(side: dict[str, Any]) -> str:
@@ -78,6 +81,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "exits_left": lambda: percent(_exits(drafts=False)["exit_rate"]),
     "exits_differ": lambda: percent(_exits(drafts=False)["disagreement"]),
     "exits_drafts": lambda: _times(_exits(drafts=True)["speedup"]),
+    "exits_drafts_differ": lambda: percent(_exits(drafts=True)["disagreement"]),
+    "bench_lossless": lambda: _times(_bench("lossless")["speedup"]),
+    "bench_lookup": lambda: _times(_bench("prompt lookup")["speedup"]),
     "lossless_table": lambda: _times(_lossless("context + table")["speedup"]),
     "lossless_context": lambda: _times(_lossless("context")["speedup"]),
     "lossless_lookup": lambda: _times(_lossless("prompt lookup")["speedup"]),

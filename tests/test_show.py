@@ -78,6 +78,7 @@ def test_pieces_wait_for_whole_characters() -> None:
     codes = {1: b"a", 2: b"\xc3", 3: b"\xa9", 4: b"!"}
     pieces = Pieces(lambda ids: b"".join(codes[i] for i in ids).decode(errors="replace"))
     assert [pieces.add(token) for token in (1, 2, 3, 4)] == ["a", "", "é", "!"]
+    assert pieces.add(2, last=True) == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.mark.parametrize("colours", ["truecolor", None])
@@ -115,7 +116,7 @@ def test_the_page_has_every_token_and_fetches_nothing() -> None:
 
 
 def test_stats_show_themselves_in_notebooks() -> None:
-    stats = ExitStats(4, {1: 2}, 1, 8, 12, depths=[[2, 2, 4]])
+    stats = ExitStats(4, {1: 2}, 1, 8, 12, depths=[[0, 2, 2, 4]])  # 0 is padding
     html = stats._repr_html_()
     assert "Total tokens: 3" in html
     assert depth_histogram([2, 2, 4], 4) in html and depth_map([2, 2, 4], 4) in html
@@ -174,8 +175,9 @@ def test_runs_under_other_conditions_are_not_mixed(tmp_path: Path) -> None:
         Runs.read([first, write(tmp_path / "c.json", sides, dtype="float32")])
     with pytest.raises(DataError, match="more than one of the runs"):
         Runs.read([first, first])
-    with pytest.raises(DataError, match="There is no run at"):
+    with pytest.raises(DataError, match="cannot be read"):
         Runs.read([tmp_path / "nowhere.json"])
-    (tmp_path / "d.json").write_text("[1]")
-    with pytest.raises(DataError, match="is not a run of `tide bench`"):
-        Runs.read([tmp_path / "d.json"])
+    for text in ("[1]", "{", '{"results": [{"side": "generate"}], "conditions": {}}'):
+        (tmp_path / "d.json").write_text(text)
+        with pytest.raises(DataError, match="is not a race of `tide bench`"):
+            Runs.read([tmp_path / "d.json"])

@@ -140,8 +140,9 @@ class ExitStats:
 
     def _repr_html_(self) -> str:
         """The summary and the depths, for notebooks."""
-        depths = [depth for row in self.depths for depth in row]
-        drawn = "".join(f"<div>{depth_map(row, self.n_layers)}</div>" for row in self.depths)
+        rows = [[depth for depth in row if depth] for row in self.depths]  # 0 is padding
+        depths = [depth for row in rows for depth in row]
+        drawn = "".join(f"<div>{depth_map(row, self.n_layers)}</div>" for row in rows)
         return f"<pre>{self.summary()}</pre>{depth_histogram(depths, self.n_layers)}{drawn}"
 
 

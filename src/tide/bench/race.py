@@ -140,5 +140,5 @@ def race(
 def _spread(ratios: Sequence[float]) -> dict[str, float]:
     if len(ratios) < 2:
         return {"p50": round(ratios[0], 3)}
-    deciles = statistics.quantiles(ratios, n=10)
+    deciles = statistics.quantiles(ratios, n=10, method="inclusive")
     return {f"p{p}": round(deciles[p // 10 - 1], 3) for p in (20, 50, 80)}

@@ -57,33 +57,22 @@ def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> 
         DataError: if there is no such file or data set, or no text in it.
     """
     if isinstance(source, (str, Path)):
-        path = _path(source)
-        found: Iterator[str] = (
-            (text for _, text in _from_file(path)) if path.exists() else _from_hub(str(source))
-        )
-        name = str(source)
+        rows, name = _rows(source), str(source)
     else:
-        found, name = iter(source), "the list given"
-    seen: dict[str, None] = {}  # keeps the order
-    for text in found:
-        if text.strip():
-            seen.setdefault(text.strip())
-        if limit is not None and len(seen) >= limit:
-            break
-    if not seen:
-        raise DataError(f"There is no text in {name}. Name a file with one text per line.")
-    return list(seen)
+        rows, name = (("", text) for text in source), "the list given"
+    return [text for _, text in _some(islice(_distinct(rows), limit), name)]
 
 
 def load_by_category(source: str | Path, limit: int) -> list[tuple[str, str]]:
-    """Categories and texts, the same number of each category as far as they go.
+    """Categories and texts, the same number of each category as far as they go, without repeats.
 
     Rows of a `.jsonl` file may have a key "category"; a text without one has the category "".
     """
-    path = _path(source)
-    rows = _from_file(path) if path.exists() else (("", t) for t in _from_hub(str(source)))
+    rows = _distinct(_rows(source))
+    if not _path(source).exists():
+        rows = islice(rows, limit)  # a data set has no categories that we know, and may be large
     by: dict[str, list[tuple[str, str]]] = {}
-    for category, text in rows:
+    for category, text in _some(rows, str(source)):
         by.setdefault(category, []).append((category, text))
     turns = zip_longest(*by.values())
     return [row for turn in turns for row in turn if row is not None][:limit]
@@ -134,6 +123,31 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[
     return [list(ids[:max_tokens]) for ids in tokenizer(list(texts))["input_ids"]]
 
 
+def _rows(source: str | Path) -> Iterator[tuple[str, str]]:
+    """Categories and texts of a file, or of a data set."""
+    path = _path(source)
+    if path.exists():
+        return _from_file(path)
+    return (("", text) for text in _from_hub(str(source)))
+
+
+def _distinct(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Each text once, without space around it; no empty ones."""
+    seen = set()
+    for category, text in rows:
+        text = text.strip()
+        if text and text not in seen:
+            seen.add(text)
+            yield category, text
+
+
+def _some(rows: Iterable[tuple[str, str]], name: str) -> list[tuple[str, str]]:
+    found = list(rows)
+    if not found:
+        raise DataError(f"There is no text in {name}. Name a file with one text per line.")
+    return found
+
+
 def _path(source: str | Path) -> Path:
     return STARTER if source == "starter" else Path(source)
 
@@ -141,7 +155,8 @@ def _path(source: str | Path) -> Path:
 def _from_file(path: Path) -> Iterator[tuple[str, str]]:
     """Categories and texts; the category is "" where none is given."""
     is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+    opened: Any = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield _row_of(line, f"{path}, line {number}") if is_json else ("", line)

@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(words)
     if getattr(_module(args.command), "PASSES_ON", False):
         args.rest = rest
+    elif rest and not rest[0].startswith("-"):
+        args.parser.error(
+            f"{rest[0]!r} is one word too many. Options go after all words, or before."
+        )
     elif rest:
         chosen = args.parser
         known = [option for action in chosen._actions for option in action.option_strings]
@@ -84,7 +88,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Adds the default of an option, unless it is a switch or its help says it already."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        says = action.default in (None, False) or "(default" in (action.help or "")
+        nothing = action.default is None or action.default is False or action.default == []
+        says = nothing or "(default" in (action.help or "")
         return action.help if says else super()._get_help_string(action)
 
 

@@ -37,19 +37,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import json
 
     from tide.calibration.data import load_by_category
+    from tide.exits.artifact import Artifact
     from tide.exits.files import write_whole
 
-    model, tokenizer = load(args)
     prompts = load_by_category(args.data, args.samples)
+    made = Artifact.from_pretrained(args.artifact)
+    model, tokenizer = load(args)
     result = {
         "what": "attack" if args.attack else "every mode on the same prompts, at batch 1",
         "conditions": {
             **conditions(model),
+            "exits": made.exits,
+            "draft": args.draft and Path(args.draft).name,
             "data": Path(args.data).name,
             "prompts": len(prompts),
             "new_tokens": args.new_tokens,
         },
-        "results": (_attack if args.attack else _modes)(args, model, tokenizer, prompts),
+        "results": (_attack if args.attack else _modes)(args, made, model, tokenizer, prompts),
     }
     if args.out:
         write_whole(
@@ -59,7 +63,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _modes(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompts: list[tuple[str, str]]
+    args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[tuple[str, str]]
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -68,10 +72,8 @@ def _modes(
     from tide.calibration.data import encode_prompts
     from tide.config import TIDEConfig
     from tide.engine import TIDE
-    from tide.exits.artifact import Artifact
 
     plain = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    made = Artifact.from_pretrained(args.artifact)
     early = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
     engines = {
         "off": TIDE(model, made, TIDEConfig(mode="off")),
@@ -111,18 +113,16 @@ def _modes(
 
 
 def _attack(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompts: list[tuple[str, str]]
+    args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[tuple[str, str]]
 ) -> Any:
     from tide.bench.attack import GOALS, attack, defend
     from tide.calibration.progress import bars
     from tide.config import TIDEConfig
     from tide.engine import TIDE
     from tide.errors import ConfigError
-    from tide.exits.artifact import Artifact
 
     if len(args.risk) > 1:
         raise ConfigError(f"--attack takes one --risk; got {len(args.risk)}.")
-    made = Artifact.from_pretrained(args.artifact)
     settings = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
     texts, rows = [text for _, text in prompts], []
     with bars(quiet=False) as bar:

@@ -31,6 +31,18 @@ def data_options(parser: argparse.ArgumentParser, samples: int) -> None:
     parser.add_argument("--samples", type=int, default=samples, help="most prompts to take")
 
 
+def processor() -> str:
+    """The name of the CPU."""
+    import platform
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
 def conditions(model: Any) -> dict[str, Any]:
     """What a figure depends on, beside the options."""
     import torch
@@ -44,6 +56,7 @@ def conditions(model: Any) -> dict[str, Any]:
         "dtype": dtype_name(model),
         "device": str(model.device),
         "threads": torch.get_num_threads(),
+        "processor": processor(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "tide": __version__,
@@ -62,7 +75,7 @@ def _near(model: str) -> list[str]:
     folder = Path(model).parent
     if folder.is_dir():
         found += [str(folder / path.parent.name) for path in folder.glob("*/config.json")]
-    return found
+    return [] if model in found else found  # if it is there, its name is not what is wrong
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:

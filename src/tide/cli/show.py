@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from tide.report.page import trace_page
     from tide.report.trace import Trace
 
-    *folders, prompt = args.words
+    folder, prompt = _words(args)
     model, tokenizer = load(args)
-    engine = _engine(args, model, folders)
+    engine = _engine(args, model, folder)
     console = Console(highlight=False)
     encoded = _encode(tokenizer, prompt, args.raw).to(model.device)
     asked = {"max_new_tokens": args.new_tokens, "do_sample": False}
@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     name = engine.config.mode
     tokens, speed = timed(engine.generate, streamer=DepthStreamer(engine, tokenizer, console))
     trace = Trace.of(tokenizer, prompt, tokens, engine.last_stats)
-    trace.conditions = {**conditions(model), "mode": name, "risk": args.risk}
+    trace.conditions = {
+        **conditions(model), "mode": name, "exits": folder and engine.artifact.exits,
+        "risk": args.risk, "threshold": args.threshold, "new_tokens": args.new_tokens,
+    }  # fmt: skip
     if not args.no_compare:
         trace.speeds = {name: speed, "off": timed(model.generate)[1]}
     print_legend(trace, console)
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         write_whole(
             args.html, lambda scratch: scratch.write_text(trace_page(trace), encoding="utf-8")
         )
-        console.print(f"Page written to {args.html}")
+        print(f"Page written to {args.html}")
     stats = trace.stats
     return {
         "conditions": trace.conditions,
@@ -89,32 +92,42 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _engine(args: argparse.Namespace, model: Any, folders: list[str]) -> Any:
-    from tide.config import TIDEConfig
-    from tide.engine import TIDE
+def _words(args: argparse.Namespace) -> tuple[str | None, str]:
+    """The artifact and the prompt; refuses what makes no sense before a model is loaded."""
     from tide.errors import ConfigError
-    from tide.exits.artifact import Artifact
+    from tide.exits.files import HEADER
 
+    *folders, prompt = args.words
     if len(folders) > 1:
         raise ConfigError(
             f"Got {len(folders) + 1} words after MODEL; there are DIR and PROMPT. Put the prompt "
             "in quotes."
         )
-    mode = args.mode or ("exit" if folders else "lossless")
-    if mode == "exit" and not folders:
+    if not folders and Path(prompt, HEADER).exists():
+        raise ConfigError(
+            f"{prompt} is an artifact; what to ask is missing: tide show MODEL DIR PROMPT."
+        )
+    args.mode = args.mode or ("exit" if folders else "lossless")
+    if args.mode == "exit" and not folders:
         raise ConfigError(
             "--mode exit needs an artifact: tide show MODEL DIR PROMPT. Make one with `tide "
             "calibrate MODEL -o DIR`."
         )
-    if mode == "lossless":
-        if args.risk is not None or args.threshold is not None:
-            raise ConfigError(
-                "--mode lossless takes no --risk and no --threshold: nothing differs."
-            )
-        return TIDE(model, folders[0] if folders else None)
+    if args.mode == "lossless" and (args.risk is not None or args.threshold is not None):
+        raise ConfigError("--mode lossless takes no --risk and no --threshold: nothing differs.")
     if args.risk is not None and args.threshold is not None:
         raise ConfigError("--risk chooses the thresholds; give --risk or --threshold, not both.")
-    made = Artifact.from_pretrained(folders[0])
+    return (folders[0] if folders else None), prompt
+
+
+def _engine(args: argparse.Namespace, model: Any, folder: str | None) -> Any:
+    from tide.config import TIDEConfig
+    from tide.engine import TIDE
+    from tide.exits.artifact import Artifact
+
+    if args.mode == "lossless":
+        return TIDE(model, folder)
+    made = Artifact.from_pretrained(str(folder))
     config = TIDEConfig(
         exit_threshold=args.threshold, audit_tail=True, min_layers=made.config.min_layers
     )

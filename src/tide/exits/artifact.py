@@ -176,7 +176,8 @@ class Artifact:
                 f"MODEL DIR --risk {risk} --dtype {dtype} --kv {kv_cache_strategy} --data "
                 "prompts.jsonl`."
             )
-        return max(found, key=lambda certificate: certificate.boldness)
+        # Of equally bold ones that which promises what was asked for, and not less.
+        return max(found, key=lambda certificate: (certificate.boldness, certificate.risk))
 
     def require(self, fingerprint: Fingerprint, *, force: bool = False) -> None:
         """Raise unless the artifact was made for the model with this fingerprint."""

@@ -116,9 +116,13 @@ def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
 
 def write_whole(path: Path, save: Callable[[Path], Any]) -> None:
     """Write a file so that it is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     scratch = _scratch(path)
-    save(scratch)
-    scratch.replace(path)
+    try:
+        save(scratch)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def _scratch(path: Path) -> Path:

@@ -27,8 +27,8 @@ each token that left early</label>
 <h2>Tokens by depth</h2>
 <div class="wide">{depth_histogram(depths, n_layers)}</div>
 <h2>Layers by token</h2>
-<p>Each column is a token; its height is the layers that ran before it was said. Faint: layers that
-ran later, in a pass shared with other tokens.</p>
+<p>Each column is a token; its height is the layers that ran before it was said. Faint: layers
+that had not run by then.</p>
 <div class="wide" tabindex="0">{depth_map(depths, n_layers, labels)}</div>
 {conditions(trace.conditions)}
 <div class="details" role="status">Point at a token, or tap it, to see its depth.</div>
@@ -70,7 +70,7 @@ def _cells(side: Mapping[str, Any]) -> list[str]:
         f"{side['limit']:.2f}x" if ours else "",
         f"{side['exit_rate']:.1%}" if ours else "",
         f"{side['disagreement']:.2%}" if ours else "",
-        f"{certificate['risk']:.0%}" if certificate else "",
+        f"{100 * certificate['risk']:g}%" if certificate else "",
     ]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from tide.errors import DataError
 
+_NEEDED = {"side", "speedup", "speedup_of_a_prompt"}
+
 
 @dataclass(frozen=True)
 class Runs:
@@ -45,9 +47,9 @@ class Runs:
                     f"{', '.join(differing)}. Figures of both in one picture would mislead; make a "
                     "report of each."
                 )
-            for side in run["results"]:
+            for place, side in enumerate(run["results"]):
                 # The baseline is in every run; any other side may be in one only.
-                if sides.setdefault(side["side"], side) is not side and side["speedup"] != 1:
+                if sides.setdefault(side["side"], side) is not side and place:
                     raise DataError(
                         f"{side['side']!r} is in more than one of the runs. Name the run to report."
                     )
@@ -67,14 +69,18 @@ class Runs:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        run = json.loads(path.read_text())
-        sides = [row["side"] for row in run["results"]]
+        run = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"There is no run at {path}. Make one with `tide bench --out`.") from error
-    except (ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{path} is not a run of `tide bench`. Make one with `tide bench MODEL DIR --out FILE`."
+            f"{path} cannot be read: {error}. Make one with `tide bench --out`."
         ) from error
-    if not sides:
-        raise DataError(f"{path} has no sides to show.")
+    except ValueError:
+        run = None
+    sides = run.get("results") if isinstance(run, dict) else None
+    known = isinstance(sides, list) and "conditions" in run
+    if not known or not sides or not all(set(side) >= _NEEDED for side in sides):
+        raise DataError(
+            f"{path} is not a race of `tide bench`, without --attack. Make one with `tide bench "
+            "MODEL DIR --out FILE`."
+        )
     return run

@@ -53,13 +53,13 @@ class Trace:
     @classmethod
     def of(cls, tokenizer: Any, prompt: str, tokens: Sequence[int], stats: ExitStats) -> Trace:
         """The trace of the first row of a call."""
-        texts = Pieces(tokenizer.decode)
+        texts = Pieces(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
         pieces = []
         for i, token in enumerate(tokens):
             score, full = stats.scores[0][i], stats.full[0][i]
             pieces.append(
                 Piece(
-                    texts.add(token),
+                    texts.add(token, last=i == len(tokens) - 1),
                     stats.depths[0][i],
                     None if math.isnan(score) else score,
                     stats.sources[0][i],
@@ -98,7 +98,10 @@ class Trace:
             names = list(self.speeds)
             said = ", ".join(f"{name} {self.speeds[name]:.1f}" for name in names)
             ratio = self.speeds[names[0]] / self.speeds[names[-1]]
-            lines.append(f"Tokens per second: {said} ({ratio:.2f}x, this prompt, one run each).")
+            lines.append(
+                f"Tokens per second: {said} ({ratio:.2f}x; this prompt, one run each, printing and "
+                "audit included)."
+            )
         return lines
 
 
@@ -112,11 +115,11 @@ class Pieces:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode, self._tokens, self._said = decode, list[int](), ""
 
-    def add(self, token: int) -> str:
-        """What a token adds to the text."""
+    def add(self, token: int, *, last: bool = False) -> str:
+        """What a token adds to the text; the last one adds what there is of a character, too."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and not last:
             return ""
         new, self._said = text[len(self._said) :], text
         return new
