@@ -105,6 +105,7 @@ def main() -> None:
         options.add_argument(f"--{name}", type=int, default=limit, help="documents; 0 for none")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
+    os.environ["DISABLE_MULTIPROC"] = "1"  # the harness's bootstrap forks, beside threads of ours
 
     import lm_eval
     from lm_eval.tasks import TaskManager
