@@ -36,7 +36,7 @@ tide.calibrate(
     model, tokenizer, args.out, data=prompts[:half], new_tokens=args.new_tokens, epochs=args.epochs
 )
 certificates = tide.certify(
-    model, tokenizer, args.out, prompts[half:], risk=args.risk, new_tokens=args.new_tokens
+    model, tokenizer, args.out, prompts[half:], risk=args.risk, new_tokens=args.new_tokens, batch=32
 )
 if not certificates:
     sys.exit(f"No setting was shown to keep {args.risk:.1%}. Give more prompts, or a higher risk.")

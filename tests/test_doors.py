@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import tide
-from test_engine import Recorder
+from test_engine import Recorder, at_once
 from test_generate import GREEDY, prompts
 from tide.config import TIDEConfig
 from tide.errors import ArtifactError, CertificateError, UnsupportedGenerationError
@@ -100,23 +100,15 @@ def test_a_decoder_keeps_one_engine_a_model_and_no_model(tiny: Any, router: str)
 
 def test_threads_with_decoders_of_their_own_share_a_model(tiny: Any, router: str) -> None:
     kwargs = {**prompts(2), **GREEDY}
-    expected, wrong = early(tiny, router, **kwargs), []
+    expected = early(tiny, router, **kwargs)
 
-    def work() -> None:
-        for _ in range(4):  # each is a new engine, which proves the model while others decode
-            decoder = tide.decoder(router, EXIT)
-            for _ in range(2):
-                out = tiny.generate(**kwargs, custom_generate=decoder)
-                if not torch.equal(out, expected):
-                    wrong.append(out)
+    def work(_: int) -> bool:
+        # Each decoder is a new engine, which proves the model while the other thread decodes.
+        decoders = [tide.decoder(router, EXIT) for _ in range(4)]
+        said = [tiny.generate(**kwargs, custom_generate=decoder) for decoder in decoders * 2]
+        return all(torch.equal(out, expected) for out in said)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert not any(thread.is_alive() for thread in threads)
-    assert not wrong
+    assert at_once(work) == [True, True]
 
 
 @pytest.mark.parametrize("name", ["assistant_model", "position_ids", "past_key_values"])

@@ -55,7 +55,7 @@ def test_quickstart(smollm2_path: Path, small_artifact: Path) -> None:
 
 @real
 def test_any_model(smollm2_path: Path, tmp_path: Path) -> None:
-    out = example("any_model.py", "--model", smollm2_path, "--new-tokens", 12)
+    out = example("any_model.py", "--model", smollm2_path, "--new-tokens", 6)
     assert "LlamaForCausalLM: 30 layers" in out and "Half of the tokens are settled after" in out
     config = BloomConfig(vocab_size=32, hidden_size=8, n_layer=2, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
@@ -67,7 +67,7 @@ def test_any_model(smollm2_path: Path, tmp_path: Path) -> None:
 def test_tune_threshold(smollm2_path: Path, small_artifact: Path) -> None:
     out = example(
         "tune_threshold.py", "--model", smollm2_path, "--artifact", small_artifact,
-        "--thresholds", 1.1, 0.5, "--boldness", 0.1, 8, "--new-tokens", 24,
+        "--thresholds", 1.1, 0.5, "--boldness", 0.1, 8, "--new-tokens", 16,
     )  # fmt: skip
     row = r"(exit_threshold|boldness) +([\d.]+) +([\d.]+)% +(-?[\d.]+)% +(\d+) of \d+ tokens"
     never, half, timid, bold = re.findall(row, out)
@@ -102,29 +102,26 @@ def test_chat(smollm2_path: Path, small_artifact: Path) -> None:
 @real
 def test_certify_your_task(smollm2_path: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(questions("tea, a map, glass, wool, the tide, ink, a kite, snow")))
+    prompts.write_text("\n".join(questions("tea, a map, wool, ink, snow")))
     out = example(
         "certify_your_task.py", "--model", smollm2_path, "--prompts", prompts, "--out",
-        tmp_path / "router", "--risk", 0.2, "--new-tokens", 16,
+        tmp_path / "router", "--risk", 0.2, "--new-tokens", 8,
     )  # fmt: skip
-    assert re.search(r"% of tokens differed over 32 prompts; p 0\.0", out)
+    assert re.search(r"% of tokens differed over 20 prompts; p 0\.0", out)
     (certificate,) = Artifact.load(tmp_path / "router").certificates
     assert certificate.risk == 0.2 and certificate.p_value <= 0.05
-    assert "Total tokens: 16, Exited: " in out
+    assert "Total tokens: 8, Exited: " in out
 
 
 @real
-def test_audit_in_production(
-    smollm2_path: Path, small_artifact: Path, certified_artifact: Path, tmp_path: Path
-) -> None:
+def test_audit_in_production(smollm2_path: Path, certified_artifact: Path, tmp_path: Path) -> None:
     """A promise that cannot hold: exits are far too bold for it, so the alarm goes off."""
-    made = Artifact.load(small_artifact)
+    made = Artifact.load(certified_artifact)
+    (held,) = made.certificates
     made.certificates = [
-        replace(
-            Artifact.load(certified_artifact).certificates[0],
-            risk=0.001, boldness=50.0, dtype="bfloat16", kv_cache_strategy="deferred",
-        )
-    ]  # fmt: skip
+        replace(held, risk=0.001, boldness=50.0, kv_cache_strategy="deferred", dtype=dtype)
+        for dtype in ("float32", "bfloat16")  # whichever the stored model has
+    ]
     made.save(tmp_path / "rash")
     (tmp_path / "requests.txt").write_text("\n".join(questions("ice, a drum")))
     out = example(
