@@ -306,9 +306,10 @@ def lm_eval() -> str:
             f"{r['same_as_stock']} of {r['documents']}",
             percent(counts["exit_rate"]) if counts.get("exited_tokens") else "",
             percent(counts["layers_saved"]) if counts else "",
+            percent(counts["differed"] / counts["total_tokens"]) if counts.get("audited") else "",
         ))  # fmt: skip
     head = ("task", "side", "metrics, ± standard error", "answers as stock", "tokens that left",
-            "layers saved")  # fmt: skip
+            "layers saved", "tokens said that differ from full depth")  # fmt: skip
     return table(head, rows) + conditions(found["conditions"])
 
 
