@@ -44,19 +44,20 @@ def _in_layers(part: str) -> str:
     return f"{costs[part] / costs['layer']:.2g}"
 
 
+def _limits() -> list[dict[str, Any]]:
+    names = ("decode_limit_smollm2", "decode_limit_random")
+    return [row for name in names for row in read(name)["results"]]
+
+
 def _off() -> str:
     """Mode "off" against bare generate, over dtypes, batches and two models."""
-    runs = [read(name)["results"] for name in ("decode_limit_smollm2", "decode_limit_random")]
-    return _span([r["profiles"][0]["speedup"] for run in runs for r in run])
+    return _span([r["profiles"][0]["speedup"] for r in _limits()])
 
 
 def _four_rows() -> str:
-    """Scripted exits of 30 and 60 % at half depth with four rows, against no exits."""
-    runs = [read(name)["results"] for name in ("decode_limit_smollm2", "decode_limit_random")]
-    found = [r["profiles"] for run in runs for r in run if r["rows"] == 4]
-    return _span(
-        [p["speedup"] / profiles[0]["speedup"] for profiles in found for p in profiles[1:3]]
-    )
+    """Scripted exits of 30 and 60 % at half depth with four rows, against bare generate."""
+    found = [r["profiles"] for r in _limits() if r["rows"] == 4]
+    return _span([p["speedup"] for profiles in found for p in profiles[1:3]])
 
 
 def _noise(kind: str) -> list[float]:
@@ -112,5 +113,5 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 
 def figure(name: str) -> str:
-    """A figure by its name."""
-    return FIGURES[name]()
+    """A figure by its name, not to be broken before its sign."""
+    return FIGURES[name]().replace(" %", "\u00a0%")

@@ -68,7 +68,7 @@ REASONS = {
 
 
 def models() -> str:
-    """Every family of the tests: its class, where it runs, and what is special about it."""
+    """Every family of the tests: where it runs, and what is special about it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from tide.vllm import ARCHITECTURES
@@ -82,10 +82,10 @@ def models() -> str:
             name = read(f"assess_{REAL[family]}")["conditions"]["model"]
             notes.append(f"run on real weights: {name}")
         rows.append((
-            f"`{family}`", KNOWN_AS.get(family, ""), f"`{architecture}`", "tested",
+            f"`{family}`", KNOWN_AS.get(family, ""), "tested",
             "tested" if architecture in ARCHITECTURES else "no", "; ".join(notes),
         ))  # fmt: skip
-    head = ("model_type", "known as", "class", "transformers", "vLLM plugin", "notes")
+    head = ("model_type", "known as", "transformers", "vLLM plugin", "notes")
     return table(head, rows)
 
 
