@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tide {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"tide {args.command}: interrupted", file=sys.stderr)
+        what_now = getattr(_module(args.command), "INTERRUPTED", "Nothing was written.")
+        print(f"tide {args.command}: interrupted. {what_now}", file=sys.stderr)
         return 130
     if args.json:
         print(json.dumps(result))
@@ -76,6 +77,7 @@ def parser_of(filled: Collection[str]) -> argparse.ArgumentParser:
             help=what,
             description=what[0].upper() + what[1:] + ".",
             formatter_class=_Help,
+            allow_abbrev=False,
         )
         sub.set_defaults(parser=sub)
         if name in filled:

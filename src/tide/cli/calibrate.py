@@ -9,6 +9,8 @@ from typing import Any
 from tide.cli.loading import conditions, data_options, load, model_options
 from tide.config import TIDEConfig
 
+INTERRUPTED = "The same command goes on from what has been collected, in the folder beside DIR."
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
@@ -92,5 +94,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if made is None:  # one of several processes, and not the first
         return {}
     print(model_card(made.record))
-    print(f"Written to {args.output}")
+    print(
+        f"Written to {args.output}. See it: "
+        f"tide show {args.model} {args.output} 'Why is the sky blue?'"
+    )
     return {"conditions": conditions(model), **made.record}

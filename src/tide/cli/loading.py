@@ -96,6 +96,6 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         raise UnsupportedModelError(
             f"{args.model!r} cannot be loaded as a causal language model."
-            f"{did_you_mean(args.model, _near(args.model))} {error}"
+            f"{did_you_mean(args.model, _near(args.model))} MODEL is a folder or a hub id. {error}"
         ) from error
     return model.eval(), tokenizer

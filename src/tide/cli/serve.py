@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 PASSES_ON = True  # options that are not ours are vLLM's
+INTERRUPTED = "The server was stopped."
 
 
 def options(parser: argparse.ArgumentParser) -> None:

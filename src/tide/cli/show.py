@@ -12,6 +12,7 @@ from tide.cli.loading import conditions, load, model_options
 
 def options(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
+    parser.usage = "tide show [options] MODEL [DIR] PROMPT"
     model_options(parser)
     parser.add_argument(
         "words", nargs="+", metavar="[DIR] PROMPT",

@@ -132,7 +132,7 @@ def figures(runs: Runs) -> dict[str, tuple[str, Figure]]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError(
-            "Charts need matplotlib. Install it with `pip install tide-llm[plot]`."
+            "Charts need matplotlib. Install it with `pip install 'tide-llm[plot]'`."
         ) from error
     found = {}
     for name, (title, draw, is_there) in CHARTS.items():
