@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,7 +151,6 @@ def main() -> None:
         for task in (task for task in TASKS if getattr(args, task)):
             stock: list[Any] = []
             for side, (model, given) in sides.items():
-                began = time.perf_counter()
                 found = lm_eval.simple_evaluate(
                     model,
                     {"pretrained": str(args.model), "dtype": args.dtype, **given},
@@ -164,7 +162,6 @@ def main() -> None:
                     bootstrap_iters=1000,
                 )
                 results.append(row(task, side, found, stock))
-                results[-1]["seconds"] = round(time.perf_counter() - began, 1)
                 print(json.dumps(results[-1]))
     report(
         "quality by lm-evaluation-harness, with the harness's task definitions",
