@@ -30,7 +30,7 @@ if args.risk is not None:
 else:
     tide = {"artifact": args.artifact, "mode": "lossless"}
     proposer = {"method": "custom_class", "model": "tide.vllm.proposer.TableProposer"}
-    options = {"speculative_config": {**proposer, "num_speculative_tokens": 6}}
+    options = {"speculative_config": {**proposer, "num_speculative_tokens": 8}}
 
 llm = LLM(
     args.model, dtype=args.dtype, max_model_len=1024, disable_log_stats=False,

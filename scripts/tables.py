@@ -280,13 +280,17 @@ def vllm(name: str) -> str:
             drafted = s.get("drafted_tokens")
             rows.append((
                 r["batch"], s["side"], s["tokens_per_second"], f"{s['speedup']:.2f}x",
+                f"{s['speedup_of_decoding']:.2f}x",
                 " to ".join(f"{s['speedup_of_a_round'][k]:.2f}" for k in ("least", "most")),
                 f"{s['reached']:.2f} of {s['limit']:.2f}x" if "limit" in s else "",
                 f"{s['accepted_tokens']} of {drafted}" if drafted else "",
+                f"{s['tokens_per_step']:.2f}" if drafted else "",
                 f"{s['identical_outputs']} of {s['outputs']}",
             ))  # fmt: skip
-    head = ("batch", "side", "tokens/s", "speed-up", "of a round", "reached of the limit",
-            "drafts accepted", "identical to stock")  # fmt: skip
+    head = (
+        "batch", "side", "tokens/s", "speed-up", "of decoding", "of a round",
+        "reached of the limit", "drafts accepted", "tokens per step", "identical to stock",
+    )  # fmt: skip
     keep = [i for i, _ in enumerate(head) if any(str(row[i]) for row in rows)]
     return table([head[i] for i in keep], ([row[i] for i in keep] for row in rows)) + conditions(
         found["conditions"]

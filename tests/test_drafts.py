@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 
 import pytest
@@ -10,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tide.calibration.table import build_table
-from tide.decode.drafts import ContextNGrams, DraftLength, TableDrafts, Trial
+from tide.decode.drafts import (
+    Acceptance,
+    ContextNGrams,
+    DraftLength,
+    Guess,
+    ServedNGrams,
+    TableDrafts,
+    Trial,
+    draft_sources,
+)
 from tide.exits.blend import Blend, gather_opinions
 from tide.exits.hints import Hint, RowHints
 from tide.exits.policy import Gate, GatePolicy, Place
@@ -19,28 +29,102 @@ from tide.exits.table import ContinuationTable
 from tide.stats import ExitStats
 
 
-def by_search(tokens: list[int], n: int, limit: int) -> list[int]:
-    """What followed the latest earlier occurrence of the last n tokens, the plain way."""
-    for start in range(len(tokens) - n - 1, -1, -1):
-        if tokens[start : start + n] == tokens[len(tokens) - n :]:
-            return tokens[start + n : start + n + limit]
-    return []
+def by_search(tokens: list[int], limit: int) -> Guess | None:
+    """What followed the latest earlier occurrence of the last 3, 2, 1 tokens, the plain way."""
+    for n in (3, 2, 1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if tokens[start : start + n] == tokens[len(tokens) - n :]:
+                return Guess(f"context {n}", tokens[start + n : start + n + limit])
+    return None
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 4))
-def test_context_n_grams_find_the_latest_match(tokens: list[int], n: int, limit: int) -> None:
-    source = ContextNGrams(n)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 4))
+def test_context_n_grams_find_the_latest_of_the_longest_matches(
+    tokens: list[int], limit: int
+) -> None:
+    source = ContextNGrams()
     for end in range(1, len(tokens) + 1):  # as decoding feeds it
-        assert source.propose(tokens[:end], limit) == by_search(tokens[:end], n, limit)
+        assert source.propose(tokens[:end], limit) == by_search(tokens[:end], limit)
+
+
+def test_what_one_row_said_is_guessed_for_another() -> None:
+    served, first = ServedNGrams(), [9, 9, 1, 2, 3]
+    served.learn(first, 2)
+    first += [4, 5]
+    served.learn(first, 5)
+    assert served.propose([7, 1, 2, 3], 3) == Guess("served", [4, 5])
+    assert served.propose([7, 2, 3, 4], 3) == Guess("served", [5])
+    assert served.propose([3, 4, 5], 3) is None  # nothing was said after that yet
+    assert served.propose([9, 9], 3) is None
+
+
+def test_a_prompt_is_not_guessed_for_others() -> None:
+    served = ServedNGrams()
+    served.learn([1, 2, 3, 4, 5, 6], 5)  # five tokens are the prompt's
+    assert served.propose([1, 2, 3], 3) is None
+    assert served.propose([3, 4, 5], 3) == Guess("served", [6])
+
+
+def test_what_was_said_long_ago_is_forgotten() -> None:
+    served = ServedNGrams(most=10)
+    for start in range(0, 400, 10):
+        served.learn(list(range(start, start + 10)), 0)
+        assert len(served._new) + len(served._old) <= 10 + 7
+    assert served.propose([390, 391, 392], 1) == Guess("served", [393])
+    assert served.propose([0, 1, 2], 1) is None
+
+
+def test_of_several_guesses_the_most_promising_is_taken() -> None:
+    table = ContinuationTable(build_table([[1, 2, 3, 4, 5]] * 9, 10))
+    sources, tokens = draft_sources(table), [8, 3, 9, 3]
+    accepted = Acceptance()
+    kinds = [source.propose(tokens, 2).kind for source in sources]  # type: ignore[union-attr]
+    assert kinds == ["context 1", "table 80%"]
+    for _ in range(20):
+        accepted.outcome("context 1", 2, 0)
+        accepted.outcome("table 80%", 2, 2)
+    assert accepted.best(sources, tokens, 2) == Guess("table 80%", [4, 5])
+    for _ in range(400):
+        accepted.outcome("context 1", 2, 2)
+        accepted.outcome("table 80%", 2, 0)
+    assert accepted.best(sources, tokens, 2) == Guess("context 1", [9, 3])
+    assert accepted.best([], tokens, 2) is None
+
+
+def test_what_was_passed_over_gets_another_turn() -> None:
+    table = ContinuationTable(build_table([[1, 2, 3, 4, 5]] * 9, 10))
+    sources, tokens, accepted = draft_sources(table), [8, 3, 9, 3], Acceptance(fade=0.99)
+    for _ in range(20):
+        accepted.outcome("context 1", 2, 0)
+    turns = []
+    for step in range(500):
+        found = accepted.best(sources, tokens, 2)
+        assert found is not None
+        turns.append(found.kind)
+        accepted.outcome(found.kind, 2, int(found.kind != "context 1" and step % 3 == 0))
+    assert 3 <= turns.count("context 1") <= 100
+
+
+def said(table: ContinuationTable, tokens: list[int], limit: int) -> list[int]:
+    """The table's guess without its chances."""
+    return [token for token, _ in table.propose(tokens, limit)]
 
 
 def test_the_table_says_the_most_frequent_continuation() -> None:
     answers = [[1, 2, 3, 4], [1, 2, 3, 4], [9, 2, 3, 5], [9, 2, 3, 5], [9, 2, 3, 5]]
     table = ContinuationTable(build_table(answers, 100))
-    assert table.propose([1, 2, 3], 1) == [4]  # by its last three
-    assert table.propose([7, 2, 3], 1) == [5]  # by its last two
-    assert table.propose([7, 7, 2], 2) == [3, 5]  # by its last one, then by the last two
-    assert table.propose([7, 7, 7], 3) == []
+    assert said(table, [1, 2, 3], 1) == [4]  # by its last three
+    assert said(table, [7, 2, 3], 1) == [5]  # by its last two
+    assert said(table, [7, 7, 2], 2) == [3, 5]  # by its last one, then by the last two
+    assert said(table, [7, 7, 7], 3) == []
+
+
+def test_the_table_ends_where_it_is_hardly_likely_to_be_right() -> None:
+    spread = [[1, after] for after in range(2, 9)] + [[after, 1] for after in range(2, 9)]
+    table = ContinuationTable(build_table(spread, 10))
+    chances = [chance for _, chance in table.propose([1], 9)]
+    assert len(chances) == 2  # an eighth, a half; another eighth would make less than 2 % of all
+    assert math.prod(chances) >= 0.02
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=12), max_size=6))
@@ -73,7 +157,7 @@ def drive(lengths: DraftLength, cost: dict[int, float], right: float, passes: in
         while accepted < k and torch.rand((), generator=generator) < right:
             accepted += 1
         if k:
-            lengths.outcome("context", k, accepted)
+            lengths.accepted.outcome("context", k, accepted)
     return chosen
 
 
@@ -185,10 +269,12 @@ def test_hints_depend_on_the_tokens_before_them_only(
     for position in range(settled - 1, len(tokens)):
         found = hints.at(tokens, position, settled)
         before = tokens[: position + 1]
-        wanted = next((n for n in (3, 2, 1) if by_search(before, n, 1)), 0)
-        assert found.matched == wanted
-        assert found.context == (by_search(before, wanted, 1)[0] if wanted else -1)
-        assert [found.table] == (table.propose(before, 1) or [-1])
+        wanted = by_search(before, 1)
+        if wanted is None:
+            assert (found.matched, found.context) == (0, -1)
+        else:
+            assert (f"context {found.matched}", [found.context]) == wanted
+        assert [found.table] == (said(table, before, 1) or [-1])
 
 
 def test_a_table_keeps_within_its_budget() -> None:
@@ -199,20 +285,18 @@ def test_a_table_keeps_within_its_budget() -> None:
     assert sizes[0] > 200 == sizes[1]
     table = ContinuationTable(small)
     # What was seen most stays, and what a shorter n-gram says as well need not.
-    assert table.propose([1, 2, 3], 4) == [4, 1, 2, 3]
+    assert said(table, [1, 2, 3], 4) == [4, 1, 2, 3]
     assert len(small["keys_1"]) == 20
     token, chance = table.next([1]) or (None, 0.0)
     assert token == 2 and 0.4 < chance < 1
     assert build_table(answers, 20, budget=0)["keys_3"].numel() == 0
 
 
-def test_a_table_is_asked_by_how_sure_it_is() -> None:
-    table = ContinuationTable(build_table([[1, 2]] * 9 + [[3, 4], [3, 5]], 10))
-    ranges = {"sure": (0.6, 2.0), "likely": (0.4, 0.6), "unsure": (0.0, 0.4)}
-    sources = [TableDrafts(table, name, *between) for name, between in ranges.items()]
-    for tokens, wanted in (([1], "sure"), ([3], "unsure"), ([7], None)):
-        asked = [source.name for source in sources if source.propose(tokens, 3)]
-        assert asked == ([wanted] if wanted else [])
+def test_a_guess_of_the_table_says_how_sure_it_is() -> None:
+    source = TableDrafts(ContinuationTable(build_table([[1, 2]] * 9 + [[3, 4], [3, 5]], 10)))
+    assert source.propose([1], 3) == Guess("table 80%", [2])
+    assert source.propose([3], 3) == Guess("table 20%", [5])
+    assert source.propose([7], 3) is None
 
 
 def test_summary_is_the_published_text() -> None:

@@ -137,7 +137,7 @@ def test_lossless_drafts_give_the_ids_of_stock_vllm(
                    "num_speculative_tokens": 4}  # fmt: skip
     found = case(
         "say", model=str(smollm2_path), prompts=prompts, new=NEW,
-        tide={"artifact": str(small_artifact), "mode": "lossless"},
+        tide={"artifact": str(small_artifact), "mode": "lossless", "learn": True},
         options={"speculative_config": speculative},
     )  # fmt: skip
     assert found["said"] == stock["said"]
@@ -168,6 +168,8 @@ def test_serve_hands_vllm_what_it_needs(
     lossless = words(small_artifact, "--lossless", "--port", "1")
     assert "tide.vllm.proposer.TableProposer" in " ".join(lossless)
     assert lossless[-2:] == ["--port", "1"] and "--enforce-eager" not in lossless
+    assert '"learn": false' in lossless[-3]
+    assert '"learn": true' in words(small_artifact, "--lossless", "--learn")[-1]
     certified = words(certified_artifact, "--risk", "0.2", "--dtype", "float32")
     assert "--enforce-eager" in certified and '"risk": 0.2' in certified[-1]
     with pytest.raises(CertificateError, match=r"No certificate covers risk 0.01"):

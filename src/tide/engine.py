@@ -273,7 +273,7 @@ class TIDE:
         return sequences
 
     def _sources(self) -> list[DraftSource]:
-        """Draft sources of one row, in order.
+        """Draft sources of one row.
 
         None where tokens stop for good: a token on top of a guess could not, before it is known
         whether the guess is right. None where tokens that leave finish through a tail.

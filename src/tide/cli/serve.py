@@ -24,7 +24,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--uncertified", action="store_true", help="serve exits as calibrated, without a promise"
     )
     how.add_argument(
-        "--lossless", action="store_true", help="no exits: draft from context and table"
+        "--lossless",
+        action="store_true",
+        help="no exits: draft from context and table",
     )
     parser.add_argument(
         "--delta", type=float, default=0.05, help="chance that the certificate may be wrong"
@@ -34,8 +36,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="what to do when early tokens differ more often than promised",
     )  # fmt: skip
     parser.add_argument(
-        "--drafts", type=int, default=6, help="with --lossless: most tokens guessed"
+        "--drafts", type=int, default=8, help="with --lossless: most tokens guessed"
     )
+    parser.add_argument(
+        "--learn", action="store_true",
+        help="with --lossless: draft from what other requests were answered, too",
+    )  # fmt: skip
     parser.add_argument(
         "--audit-rate", type=float, default=0.01, help="share of tokens checked at full depth"
     )
@@ -76,7 +82,7 @@ def words(args: argparse.Namespace) -> list[str]:
     given: dict[str, Any] = {"artifact": str(args.artifact)}
     mine = ["--model", args.model, "--dtype", args.dtype]
     if args.lossless:
-        given["mode"] = "lossless"
+        given |= {"mode": "lossless", "learn": args.learn}
         mine += ["--speculative-config", json.dumps({
             "method": "custom_class", "model": "tide.vllm.proposer.TableProposer",
             "num_speculative_tokens": args.drafts,

@@ -53,7 +53,7 @@ class DepthDecoder:
         config: mode and limits.
         rows: the batch, prompts only.
         chooser: from logits to tokens.
-        sources: for each row, its draft sources in order.
+        sources: for each row, its draft sources.
         lengths: how many tokens to guess; remembers between calls.
         exit_trial: whether guesses by the exit head pay; remembers between calls.
         stats: counters to fill.
@@ -171,13 +171,13 @@ class DepthDecoder:
                 self.config.max_pending - self.waterlines.pending(r) - 1,
                 len(row.context) - row.padding - len(row.tokens) - 1,
             )
-            for source in self.sources[row.index]:
-                limit = min(self.lengths.choose(source.name), room)
-                guesses = source.propose(row.tokens, limit) if limit > 0 else []
-                if guesses:
-                    for token in guesses:
-                        row.guess(token, source.name)
-                    break
+            limit = min(self.lengths.limit, room)
+            if limit < 1:
+                continue
+            found = self.lengths.accepted.best(self.sources[row.index], row.tokens, limit)
+            if found is not None:
+                for token in found.tokens[: self.lengths.choose(found.kind)]:
+                    row.guess(token, found.kind)
 
     def _pass(self, segment: int) -> tuple[int, list[range], Tensor]:
         """Run a segment over everything that waits before it.
@@ -397,7 +397,7 @@ class DepthDecoder:
         for row in self.rows:
             if row.guessed_by and not row.guesses:
                 self.stats.drafts(row.guessed_by, row.guessed, row.accepted)
-                self.lengths.outcome(row.guessed_by, row.guessed, row.accepted)
+                self.lengths.accepted.outcome(row.guessed_by, row.guessed, row.accepted)
                 row.guessed_by, row.guessed, row.accepted = None, 0, 0
         self.on_settled()
         self.chooser.forget(self.rows)

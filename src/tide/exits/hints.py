@@ -28,19 +28,38 @@ class Hint(NamedTuple):
     chance: float = 0.0
 
 
+class NGramIndex:
+    """Where the n-grams of one row last occurred: to look one up costs the same at any length."""
+
+    orders = (3, 2, 1)
+
+    def __init__(self) -> None:
+        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token after it
+        self._indexed = 0
+
+    def grow(self, tokens: Sequence[int], settled: int) -> None:
+        """Take in the n-grams of the first `settled` tokens that have a follower among them."""
+        for end in range(self._indexed, settled):
+            for n in self.orders:
+                if end >= n:
+                    self._follows[tuple(tokens[end - n : end])] = end
+        self._indexed = max(self._indexed, settled)
+
+    def after(self, ngram: Sequence[int]) -> int | None:
+        """The place after the latest occurrence of `ngram`; None if there is none."""
+        return self._follows.get(tuple(ngram))
+
+
 class RowHints:
-    """Hints along one row. Remembers its n-grams, so a hint costs the same at any length.
+    """Hints along one row.
 
     Args:
         table: the artifact's; None if it has none.
     """
 
-    orders = (3, 2, 1)
-
     def __init__(self, table: ContinuationTable | None) -> None:
         self.table = table
-        self._follows: dict[tuple[int, ...], int] = {}  # n-gram -> place of the token after it
-        self._indexed = 0
+        self._index = NGramIndex()
 
     def at(self, tokens: Sequence[int], position: int, settled: int) -> Hint:
         """The hint for what follows `tokens[position]`.
@@ -48,13 +67,9 @@ class RowHints:
         Args:
             settled: how many tokens are final, at most `position + 1`; the others are guesses.
         """
-        for end in range(self._indexed, settled):
-            for n in self.orders:
-                if end >= n:
-                    self._follows[tuple(tokens[end - n : end])] = end
-        self._indexed = max(self._indexed, settled)
+        self._index.grow(tokens, settled)
         found = self.table.next(tokens[max(0, position - 2) : position + 1]) if self.table else None
-        for n in self.orders:
+        for n in self._index.orders:
             place = self._place(tokens, position, settled, n)
             if place is not None:
                 return Hint(tokens[place], n, *(found or ()))
@@ -68,4 +83,4 @@ class RowHints:
         for end in range(position, max(settled, n) - 1, -1):
             if tuple(tokens[end - n : end]) == key:
                 return end
-        return self._follows.get(key)
+        return self._index.after(key)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 from torch import Tensor
+
+_HOPELESS = 0.02
 
 
 class ContinuationTable:
@@ -30,12 +31,19 @@ class ContinuationTable:
         ]  # fmt: skip
         self.longest = max(orders, default=1)
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Guess up to `limit` tokens that follow `tokens`; none if it has no idea."""
+    def propose(self, tokens: Sequence[int], limit: int) -> list[tuple[int, float]]:
+        """Guess up to `limit` tokens that follow `tokens`, each with its chance.
+
+        Ends where it has no idea, or where all of it is hardly likely to be right.
+        """
         recent = list(tokens[-self.longest :])
-        guessed: list[int] = []
+        guessed: list[tuple[int, float]] = []
+        all_right = 1.0
         while len(guessed) < limit and (found := self.next(recent)) is not None:
-            guessed.append(found[0])
+            all_right *= found[1]
+            if all_right < _HOPELESS:
+                break
+            guessed.append(found)
             recent = [*recent, found[0]][-self.longest :]
         return guessed
 
@@ -46,7 +54,7 @@ class ContinuationTable:
                 key = 0
                 for token in recent[-n:]:
                     key = key * self.base + token
-                place = int(np.searchsorted(keys, key))
+                place = int(keys.searchsorted(key))
                 if place < len(keys) and keys[place] == key:
                     return int(following[place]), float(chance[place]) / 255
         return None

@@ -1,6 +1,6 @@
 """Gives lossless drafts in vLLM: the row's own text and the calibrated table guess, vLLM checks.
 
-    --speculative-config '{"method": "custom_class", "num_speculative_tokens": 6,
+    --speculative-config '{"method": "custom_class", "num_speculative_tokens": 8,
                            "model": "tide.vllm.proposer.TableProposer"}'
     --additional-config '{"tide": {"artifact": "DIR", "mode": "lossless"}}'
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tide.decode.drafts import Acceptance, DraftSource, draft_sources
+from tide.decode.drafts import Acceptance, DraftSource, ServedNGrams, draft_sources
 from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.table import ContinuationTable
@@ -25,39 +25,80 @@ from tide.vllm.settings import Settings, require_model
 
 
 @dataclass
+class _Level:
+    """Steps of one number of requests."""
+
+    sums: np.ndarray = field(default_factory=lambda: np.zeros(3))  # of 1, tokens, seconds
+    spread: float = 0.0  # of tokens around their mean, squared
+    shared: float = 0.0  # of that, times seconds around theirs, as a share of it
+
+
+@dataclass
 class StepCost:
-    """Seconds of a step, as a line over its tokens, learned for each number of requests.
+    """Seconds of a step: without guesses, and with them as a line over its tokens.
+
+    Both for each number of requests. That a step has guesses at all costs something too, so a step
+    without is not a point of the line. Steps of one size differ by more than a token costs, so the
+    price of a token, as a share of a step, is learned from many, and where few are known, from
+    those of other numbers of requests.
 
     Attributes:
         fade: weight of what was known before each new step.
-        slope: before anything is known, what a token costs as a share of a step.
+        price_fade: the same for the price of a token.
+        assumed: that price in a step of nothing else, before anything is known.
+        weight: of what is assumed, in tokens squared: as if so much spread had been seen.
     """
 
     fade: float = 0.98
-    slope: float = 0.01
-    _sums: dict[int, np.ndarray] = field(default_factory=dict)  # of 1, t, tt, s, ts
+    price_fade: float = 0.998
+    assumed: float = 0.015
+    weight: float = 1500.0
+    _levels: dict[int, _Level] = field(default_factory=dict)
+    _plain: dict[int, float] = field(default_factory=dict)
 
     def add(self, requests: int, tokens: int, seconds: float) -> None:
         """Record a step."""
-        sums = self._sums.setdefault(requests, np.zeros(5))
-        if sums[0] > 4:  # a slow outlier is the machine, not the step
-            seconds = min(seconds, 2 * sums[3] / sums[0])
-        sums *= self.fade
-        sums += (1, tokens, tokens**2, seconds, tokens * seconds)
+        if tokens == requests:
+            old = self._plain.get(requests, seconds)
+            self._plain[requests] = old + 0.2 * (min(seconds, 2 * old) - old)
+            return
+        level = self._levels.setdefault(requests, _Level())
+        if level.sums[0] > 4:
+            _, mean_tokens, mean_seconds = level.sums / level.sums[0]
+            base, price = self._line(level)
+            # A slow outlier is the machine, not the step.
+            seconds = min(seconds, 2 * (base + price * tokens))
+            more = tokens - mean_tokens
+            level.spread = self.price_fade * level.spread + more**2
+            level.shared = self.price_fade * level.shared + more * (seconds / mean_seconds - 1)
+        level.sums *= self.fade
+        level.sums += 1, tokens, seconds
+
+    def plain(self, requests: int) -> float | None:
+        """Seconds of a step without guesses; None if nothing is known yet."""
+        return self._plain.get(requests)
 
     def line(self, requests: int) -> tuple[float, float] | None:
         """Seconds of a step without tokens, and of each token; None if nothing is known yet."""
-        near = min(self._sums, key=lambda known: abs(known - requests), default=None)
+        near = min(self._levels, key=lambda known: abs(known - requests), default=None)
         if near is None:
             return None
-        n, t, tt, s, ts = self._sums[near]
-        mean, seconds = t / n, s / n
-        spread = tt / n - mean**2
-        # What is assumed counts as four tokens squared of spread, so it is held to where steps
-        # have hardly differed.
-        seen, assumed = n * (ts / n - mean * seconds), 4.0 * self.slope * seconds
-        slope = max((assumed + seen) / (4.0 + n * spread), 0.0)
-        return max(seconds - slope * mean, 0.0) * (requests / near) ** 0.5, slope
+        base, price = self._line(self._levels[near])
+        return base * (requests / near) ** 0.5, price
+
+    def _line(self, level: _Level) -> tuple[float, float]:
+        levels = self._levels.values()
+        _, tokens, seconds = level.sums / level.sums[0]
+        share = self._share(
+            sum(one.spread for one in levels),
+            sum(one.shared for one in levels),
+            self.assumed / (1 + self.assumed * tokens),  # of a step of so many, which costs more
+        )
+        price = self._share(level.spread, level.shared, share) * seconds
+        return max(seconds - price * tokens, 0.0), price
+
+    def _share(self, spread: float, shared: float, assumed: float) -> float:
+        return max((shared + self.weight * assumed) / (spread + self.weight), 0.0)
 
 
 @dataclass
@@ -66,7 +107,8 @@ class _Request:
 
     sources: list[DraftSource]
     tokens: list[int] = field(default_factory=list)
-    guessed_by: str = ""
+    said: list[int] = field(default_factory=list)  # after the last three of the prompt
+    kind: str = ""
     guessed: int = 0
 
 
@@ -90,7 +132,9 @@ class TableProposer:
         self._most = int(vllm_config.speculative_config.num_speculative_tokens)
         self._room = int(vllm_config.model_config.max_model_len)
         self._requests: dict[int, _Request] = {}
-        self._accepted = Acceptance()
+        # All requests feed it, so it may look back further than the text of one.
+        self._accepted = Acceptance(fade=0.995)
+        self._served = ServedNGrams() if settings.learn else None
         self._cost = StepCost()
         self._last: tuple[int, int, float] | None = None  # requests, tokens, when proposed
         self._steps = 0
@@ -115,9 +159,13 @@ class TableProposer:
                 rows.append(None)
                 steady = steady and bool(len(sampled))
                 continue
-            known = self._follow(row, token_ids_cpu[row, :length], len(sampled))
+            request, known = self._follow(
+                row, len(sampled_token_ids), token_ids_cpu[row, :length], len(sampled)
+            )
             steady = steady and known
-            rows.append(self._requests[row])
+            rows.append(request)
+        for row in [row for row in self._requests if row >= len(rows)]:
+            del self._requests[row]
         if self._last is not None and steady and self._last[0] == len(rows):
             self._cost.add(self._last[0], self._last[1], now - self._last[2])
         drafts = self._choose(rows)
@@ -125,22 +173,40 @@ class TableProposer:
         self._last = len(rows), len(rows) + sum(map(len, drafts)), time.perf_counter()
         return drafts
 
-    def _follow(self, row: int, tokens: np.ndarray, sampled: int) -> bool:
-        """Take in what a row has said; whether it is the request that was there before."""
-        request = self._requests.get(row)
+    def _follow(
+        self, row: int, rows: int, tokens: np.ndarray, sampled: int
+    ) -> tuple[_Request, bool]:
+        """The request in a row, with what it has said; and whether it was there before."""
         before = len(tokens) - sampled
-        same = (
-            request is not None
-            and len(request.tokens) == before
-            and bool((tokens[:before] == request.tokens).all())
-        )
-        if request is None or not same:
-            request = self._requests[row] = _Request(draft_sources(self._table))
+        recent = tokens[max(before - 16, 0) : before].tolist()
+
+        def is_it(one: _Request | None) -> bool:
+            # Its length and last words tell a request; a mistake would cost some wrong guesses.
+            return one is not None and len(one.tokens) == before and one.tokens[-16:] == recent
+
+        request = self._requests.pop(row, None)
+        same = is_it(request)
+        if not same:
+            # When requests end, vLLM moves the last ones to their rows.
+            moved = (old for old, one in self._requests.items() if old >= rows and is_it(one))
+            request = self._requests.pop(next(moved, -1), None)
+        if request is None:
+            sources = draft_sources(self._table)
+            if self._served is not None:
+                sources.append(self._served)
+            request = _Request(sources)
         else:
-            self._accepted.outcome(request.guessed_by, request.guessed, sampled - 1)
+            self._accepted.outcome(request.kind, request.guessed, sampled - 1)
+        self._requests[row] = request
         request.guessed = 0
+        if self._served is not None:
+            if not request.said:  # what its first words are said after
+                request.said += tokens[max(before - self._served.n, 0) : before].tolist()
+            start = len(request.said)
+            request.said += tokens[before:].tolist()
+            self._served.learn(request.said, start)
         request.tokens += tokens[len(request.tokens) :].tolist()
-        return same
+        return request, same
 
     def _choose(self, rows: Sequence[_Request | None]) -> list[list[int]]:
         """Of all guesses of all rows, those that make tokens come out fastest."""
@@ -150,13 +216,11 @@ class TableProposer:
         for row, request in enumerate(rows):
             if request is None:
                 continue
-            for source in request.sources:
-                guessed = source.propose(request.tokens, self._most)
-                if guessed:
-                    guesses[row], request.guessed_by = guessed, source.name
-                    chances = self._accepted.reach(source.name, len(guessed))
-                    offers += [(chance, row, place) for place, chance in enumerate(chances, 1)]
-                    break
+            found = self._accepted.best(request.sources, request.tokens, self._most)
+            if found is not None:
+                request.kind, guesses[row] = found
+                chances = self._accepted.reach(found.kind, len(found.tokens))
+                offers += [(chance, row, place) for place, chance in enumerate(chances, 1)]
         taken = self._pay(len(rows), sorted(offers, reverse=True))
         drafts = []
         for row, request in enumerate(rows):
@@ -167,19 +231,18 @@ class TableProposer:
 
     def _pay(self, requests: int, offers: list[tuple[float, int, int]]) -> dict[int, int]:
         """How many guesses of each row pay."""
-        line = self._cost.line(requests)
-        if line is None:
-            return {}
-        base, slope = line
-        expected, tokens, count = float(requests), requests, 0
-        best = expected / (base + slope * tokens)
+        plain = self._cost.plain(requests)
+        if plain is None or self._steps % 64 == 0:
+            return {}  # to know what it costs
+        base, price = self._cost.line(requests) or (plain, 0.0)
+        expected, count, best = float(requests), 0, 0.0
         for k, (chance, _, _) in enumerate(offers, 1):
-            expected, tokens = expected + chance, tokens + 1
-            rate = expected / (base + slope * tokens)
+            expected += chance
+            rate = expected / (base + price * (requests + k))
             if rate > best:
                 best, count = rate, k
-        if not count and offers and self._steps % 64 == 0:
-            count = max(1, requests // 4)  # to see whether that is still so
+        if best <= requests / plain and self._steps % 64 != 32:  # then: is that still so?
+            count = 0
         taken: dict[int, int] = {}
         for _, row, place in offers[:count]:
             taken[row] = max(taken.get(row, 0), place)

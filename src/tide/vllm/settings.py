@@ -31,6 +31,9 @@ class Settings:
             than the risk.
         attention: "subset" leaves tokens that are gone out of attention above; "all" only out of
             the MLPs, for attention backends whose metadata we cannot cut.
+        learn: mode "lossless": draft from what other requests were answered lately, too. Nobody
+            sees the text of others, but how fast an answer comes may tell that it is like one of
+            theirs.
         script: for benchmarks: this share of tokens leaves at half depth, whatever it says.
     """
 
@@ -44,6 +47,7 @@ class Settings:
     audit_rate: float = 0.01
     on_drift: str = "warn"
     attention: str = "subset"
+    learn: bool = False
     script: float | None = None
 
     @classmethod
