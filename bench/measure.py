@@ -1,4 +1,4 @@
-"""Gives what every benchmark script needs: conditions, interleaved timing, prompts, the report."""
+"""The shared part of the benchmark scripts: conditions, interleaved timing, prompts, the report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import transformers
 from rich.progress import track
 
 import tide
-from tide.bench.race import Side
-from tide.bench.race import race as timed
+from tide.bench import compare as comparison
 from tide.cli.loading import processor
 
 
@@ -32,12 +31,12 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 
 def interleave(
-    sides: dict[str, Callable[[], Any]], repeats: int, title: str
+    methods: dict[str, Callable[[], Any]], repeats: int, title: str
 ) -> dict[str, list[float]]:
-    """Seconds of each side, run in turn `repeats` times after one round to warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    """Seconds of each method, run in turn `repeats` times after a warm-up."""
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     for turn in track(range(repeats + 1), description=title):
-        for name, run in sides.items():
+        for name, run in methods.items():
             began = time.perf_counter()
             run()
             if turn:
@@ -54,7 +53,7 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def rows_of(path: str) -> list[dict[str, Any]]:
-    """The rows of a file in the data folder."""
+    """The rows of a JSON Lines file in the data folder."""
     data = os.environ.get("TIDE_DATA")
     if not data:
         raise SystemExit(f"Set TIDE_DATA to a folder that has {path}.")
@@ -83,7 +82,7 @@ def _gsm8k() -> list[str]:
 
 
 def shuffled(texts: list[str]) -> list[str]:
-    """In an order of their own, the same every time."""
+    """In random order, the same every time."""
     return random.Random(0).sample(texts, len(texts))
 
 
@@ -105,17 +104,18 @@ def chat(tokenizer: Any, texts: list[str]) -> Any:
     )
 
 
-def race(
-    sides: dict[str, Side],
+def compare(
+    methods: dict[str, comparison.Method],
     tokenizer: Any,
     questions: list[dict[str, str]],
     after: Callable[[dict[str, torch.Tensor]], None] = lambda out: None,
 ) -> list[dict[str, Any]]:
-    """Questions through every side in turn; see `tide.bench.race`."""
+    """Questions through every method in turn; see `tide.bench.compare`."""
     prompts = [chat(tokenizer, [question["text"]]) for question in questions]
-    rows = timed(sides, prompts, after, categories=[q["category"] for q in questions])
+    categories = [question["category"] for question in questions]
+    rows = comparison.compare(methods, prompts, after, categories=categories)
     for row in rows:
-        print(f"{row['side']}: {row['speedup']:.3f}x {rows[0]['side']}")
+        print(f"{row['method']}: {row['speedup']:.3f}x {rows[0]['method']}")
     return rows
 
 

@@ -1,9 +1,9 @@
-"""Measures how often full depth differs from itself: other dtype, other number of tokens at once.
+"""The noise floor: how often full depth differs from itself in another dtype or pass size.
 
     TIDE_DATA=... python bench/noise_floor.py $(python scripts/weights.py) \\
         --out bench/results/noise_floor.json
 
-The bf16 model answers greedily, one token at a time; then the same texts are read again.
+The bf16 model generates greedily, one token per pass; then it reads the same texts again.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 @torch.no_grad()
 def reread(model: Any, text: torch.Tensor, prompt: int, chunk: int) -> torch.Tensor:
-    """What the model says after each token from the last of the prompt on, read in chunks."""
+    """Predicted token after each token from the last of the prompt on, read in chunks."""
     cache = DynamicCache(config=model.config)
     if prompt > 1:
         model(text[:, : prompt - 1], past_key_values=cache)
-    said = []
+    predicted = []
     for start in range(prompt - 1, text.shape[1] - 1, chunk):
         piece = text[:, start : min(start + chunk, text.shape[1] - 1)]
-        said.append(model(piece, past_key_values=cache).logits[0].argmax(-1))
-    return torch.cat(said)
+        predicted.append(model(piece, past_key_values=cache).logits[0].argmax(-1))
+    return torch.cat(predicted)
 
 
 def main() -> None:
@@ -47,13 +47,13 @@ def main() -> None:
         batch = chat(tokenizer, [question["text"]])
         prompt = batch["input_ids"].shape[1]
         text = rough.generate(**batch, max_new_tokens=args.new, do_sample=False)
-        said = text[0, prompt:]
-        total += len(said)
+        generated = text[0, prompt:]
+        total += len(generated)
         again = {f"bf16, {n} tokens at once": reread(rough, text, prompt, n) for n in args.chunks}
         again["bf16, one token at a time, run again"] = reread(rough, text, prompt, 1)
         again["fp32, one token at a time"] = one = reread(exact, text, prompt, 1)
-        for name, words in again.items():
-            differs[name] = differs.get(name, 0) + int((words != said).sum())
+        for name, tokens in again.items():
+            differs[name] = differs.get(name, 0) + int((tokens != generated).sum())
         name = f"fp32 against fp32, {args.chunks[-1]} tokens at once"
         many = reread(exact, text, prompt, args.chunks[-1])
         differs[name] = differs.get(name, 0) + int((many != one).sum())

@@ -1,9 +1,9 @@
-"""Measures, by simulation, how often certified thresholds break their risk and watches cry wolf.
+"""A simulation of certified thresholds and drift monitors: how often they fail at a known risk.
 
     python bench/risk_simulation.py --out bench/results/risk_simulation.json
 
-Sequences have a known risk at each threshold. Their tokens are wrong together: each sequence has a
-rate of its own, drawn from a beta distribution; one that is hard at one threshold is hard at all.
+Sequences have a known risk at each threshold. Errors cluster in sequences: each has an error rate
+of its own, drawn from a beta distribution; one that is hard at one threshold is hard at all.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.progress import track
 from scipy.stats import beta
 
 from tide.calibration.bounds import betting, hoeffding_bentkus, learn_then_test
-from tide.watch import Watch
+from tide.risk import DriftMonitor
 
 RISK, DELTA = 0.02, 0.05
 CURVE = np.geomspace(0.001, 0.08, 24)  # true risk of each threshold, safest first
@@ -33,12 +33,12 @@ def sequences(draw: np.random.Generator, risks: np.ndarray, n: int, tokens: int 
     hard, coins = draw.random(n), np.sort(draw.random((n, tokens)), axis=1)
     a, b = CONCENTRATION * risks[:, None], CONCENTRATION * (1 - risks[:, None])
     rates = beta.ppf(hard, a, b)  # [thresholds, n]
-    wrong = [np.searchsorted(coins[k], rates[:, k]) for k in range(n)]
-    return np.stack(wrong, axis=1) / tokens
+    errors = [np.searchsorted(coins[k], rates[:, k]) for k in range(n)]
+    return np.stack(errors, axis=1) / tokens
 
 
 def best_looking(losses: np.ndarray) -> int | None:
-    """The boldest threshold whose mean loss is within the risk: what people do by hand."""
+    """The most aggressive threshold whose mean loss is within the risk: what people do by hand."""
     good = np.flatnonzero(losses.mean(1) <= RISK)
     return int(good[-1]) if len(good) else None
 
@@ -49,23 +49,23 @@ def certified(p_value: Callable[[np.ndarray, float], float]) -> Choose:
 
 
 def violations(choose: Choose, runs: int = 500, n: int = 300) -> tuple[float, float]:
-    """Share of calibrations in which the threshold chosen breaks the risk; its mean true risk."""
-    draw, broken, risks = np.random.default_rng(0), 0, []
+    """Share of calibrations whose chosen threshold exceeds the risk; its mean true risk."""
+    draw, exceeded, risks = np.random.default_rng(0), 0, []
     for _ in track(range(runs), description="calibrations"):
         picked = choose(sequences(draw, CURVE, n))
         if picked is not None:
-            broken += CURVE[picked] > RISK
+            exceeded += CURVE[picked] > RISK
             risks.append(CURVE[picked])
-    return float(broken / runs), float(np.mean(risks)) if risks else 0.0
+    return float(exceeded / runs), float(np.mean(risks)) if risks else 0.0
 
 
 def alarms(true_risk: float, runs: int, n: int) -> list[int | None]:
-    """For each run, after how many sequences the watch has fired; None if it never did."""
+    """For each run, after how many sequences the drift monitor fires; None if it never does."""
     draw, found = np.random.default_rng(3), []
     for _ in track(range(runs), description="runs"):
-        watch = Watch(RISK, DELTA)
+        monitor = DriftMonitor(RISK, DELTA)
         losses = sequences(draw, np.array([true_risk]), n)[0].tolist()
-        found.append(next((k for k, loss in enumerate(losses, 1) if watch.add(loss)), None))
+        found.append(next((k for k, loss in enumerate(losses, 1) if monitor.add(loss)), None))
     return found
 
 
@@ -87,7 +87,7 @@ def main() -> None:
         for times in (1.5, 2, 4)
     }
     document = {
-        "what": "simulated calibrations and watches with a known risk",
+        "what": "simulated calibrations and drift monitors with a known risk",
         "conditions": {
             "risk": RISK, "delta": DELTA, "calibrations": 500, "sequences": 300, "tokens": 64,
             "thresholds": len(CURVE), "concentration": CONCENTRATION,

@@ -1,11 +1,11 @@
-"""Any model: can TIDE run it, and is it worth it?
+"""Any model: can TIDE run it, and is it worth calibrating?
 
     python examples/any_model.py --model Qwen/Qwen3-0.6B
     python examples/any_model.py --model path/to/a/folder
 
-Attaching proves on the model itself that running it by depth ranges equals its own forward pass. A
-model that cannot be run so is refused by name, with the reason. Assessing then says how early its
-tokens are settled, before anything is trained.
+Attaching checks on the model itself that running it by depth ranges equals its own forward pass; a
+model that cannot be run this way raises an error with the reason. Assessing then measures at which
+depth tokens already agree with full depth, before any training.
 """
 
 import argparse
@@ -26,12 +26,12 @@ try:
     runner = tide.attach(model)
 except TideError as error:
     sys.exit(f"Not this model: {error}")
-print(f"{type(model).__name__}: {runner.n_layers} layers, parts found by {runner.parts.found_by}.")
+print(f"{type(model).__name__}: {runner.n_layers} layers, runner: {runner.name}.")
 
-# Better with prompts like yours: `tide assess MODEL --data prompts.jsonl`.
+# Prompts like yours are better: `tide assess MODEL --data prompts.jsonl`.
 prompts = [
-    f"{ask} {thing}."
-    for ask in ("Explain", "Tell me a story about")
+    f"{request} {thing}."
+    for request in ("Explain", "Tell me a story about")
     for thing in ("the sea", "bread", "a bicycle", "the moon")
 ]
 tokenizer = AutoTokenizer.from_pretrained(args.model)

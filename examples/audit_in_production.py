@@ -1,10 +1,10 @@
-"""Audit in production: serve with a risk, log what the checks find, fall back when it breaks.
+"""Audit in production: serve with a risk, log the audit, go to full depth on drift.
 
     python examples/audit_in_production.py --artifact DIR --risk 0.05 --prompts prompts.txt
 
 The artifact needs a certificate for the risk (`tide certify`, or examples/certify_your_task.py).
-Every early token is checked later, for free. A test that may be looked at after every request says
-when more of them differ than was promised; then exits go off, and the words are the full model's.
+A later pass checks every exited token at no extra cost. A sequential test detects when more tokens
+differ than the certified bound; then exits are off, and the output is the full model's.
 """
 
 import argparse
@@ -29,14 +29,14 @@ model = AutoModelForCausalLM.from_pretrained(args.model)
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 
 
-def on_drift(watch) -> None:
-    """Page somebody. To only fall back, pass on_drift="full_depth" instead of a function."""
+def on_drift(monitor) -> None:
+    """Alert somebody. For full depth alone, pass on_drift="full_depth" instead of a function."""
     log.warning(
-        f"drift: {watch.estimate:.2%} of tokens differed over {watch.sequences} requests, "
-        f"{watch.risk:.2%} were promised. Exits are off. Certify again on requests like these: "
+        f"drift: {monitor.estimate:.2%} of tokens differed over {monitor.sequences} requests; the "
+        f"bound is {monitor.risk:.2%}. Exits are off. Certify again on requests like these: "
         f"tide certify {args.model} {args.artifact} --risk {args.risk} --data requests.jsonl"
     )
-    engine.guard.tripped = True  # until engine.guard.reset()
+    engine.circuit_breaker.tripped = True  # until engine.circuit_breaker.reset()
 
 
 engine = tide.TIDE(model, args.artifact, risk=args.risk, on_drift=on_drift)
@@ -46,8 +46,8 @@ for line in args.prompts.read_text().splitlines():
         add_generation_prompt=True, return_tensors="pt", return_dict=True,
     )  # fmt: skip
     engine.generate(**prompt, max_new_tokens=args.new_tokens, do_sample=False)
-    stats, watch = engine.last_stats, engine.guard.watch
+    stats, monitor = engine.last_stats, engine.circuit_breaker.monitor
     log.info(
-        f"{stats.total_tokens} tokens, {stats.exited_tokens} left early, {stats.differed} differed;"
-        f" watch: {watch.estimate:.2%} of {watch.sequences} requests, wealth {watch.wealth:.2f}"
+        f"{stats.total_tokens} tokens, {stats.exited_tokens} exited, {stats.differed} differed; "
+        f"all {monitor.sequences} requests: {monitor.estimate:.2%}, wealth {monitor.wealth:.2f}"
     )

@@ -1,11 +1,11 @@
-"""Certify your task: from your own prompts to early exit with a promise.
+"""Certify your task: from your own prompts to early exit with a certified bound.
 
     python examples/certify_your_task.py --prompts prompts.txt --out router --risk 0.05
 
-Half of the prompts calibrate; the others, which calibration has not seen, certify. The certificate
-then says: with probability 95 % over such prompts, on average at most `risk` of an answer's tokens
-differ from what full depth would have said. To show 5 % takes at least 59 prompts, better three
-times as many; 2 % takes 149.
+Half of the prompts calibrate; the others, unseen in calibration, certify. The certificate states:
+with 95 % confidence, for prompts like these, on average at most `risk` of an answer's tokens differ
+from full depth. A risk of 5 % needs at least 59 prompts, better three times as many; 2 % needs at
+least 149.
 """
 
 import argparse
@@ -29,7 +29,7 @@ args = parser.parse_args()
 model = AutoModelForCausalLM.from_pretrained(args.model)  # in the dtype that you will serve
 tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
 prompts = args.prompts.read_text().splitlines()
-random.Random(0).shuffle(prompts)  # a certificate is for prompts drawn like those it was tested on
+random.Random(0).shuffle(prompts)  # a certificate holds for prompts drawn like the tested ones
 half = len(prompts) // 2
 
 tide.calibrate(
@@ -39,13 +39,13 @@ certificates = tide.certify(
     model, tokenizer, args.out, prompts[half:], risk=args.risk, new_tokens=args.new_tokens, batch=32
 )
 if not certificates:
-    sys.exit(f"No setting was shown to keep {args.risk:.1%}. Give more prompts, or a higher risk.")
+    sys.exit(f"No setting was certified for {args.risk:.1%}. Use more prompts, or a higher risk.")
 (found,) = certificates
 print(
     f"{found.estimate:.2%} of tokens differed over {found.sequences} prompts; p {found.p_value:.3g}"
 )
 
-# Serving refuses a risk without a certificate, and watches the promise while it serves.
+# Raises unless a matching certificate exists; while serving, the audit monitors the bound.
 engine = tide.TIDE(model, args.out, risk=args.risk, on_drift="full_depth")
 prompt = tokenizer.apply_chat_template(
     [{"role": "user", "content": prompts[-1]}],

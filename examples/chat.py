@@ -1,9 +1,9 @@
-"""Chat: answers stream in while they are decoded.
+"""Chat: answers stream while they are decoded.
 
     python examples/chat.py --artifact DIR
     echo "Why is the sea salty?" | python examples/chat.py
 
-Lossless decoding settles several tokens at once, so text comes in small bursts. An empty line ends.
+Lossless decoding commits several tokens at once, so text comes in small bursts. An empty line ends.
 """
 
 import argparse
@@ -44,4 +44,4 @@ for line in sys.stdin:
         answer += piece
     thread.join()
     chat.append({"role": "assistant", "content": answer})
-    print(f"\n[{engine.last_stats.total_tokens} tokens in {engine.last_stats.rounds} passes]")
+    print(f"\n[{engine.last_stats.total_tokens} tokens in {engine.last_stats.steps} steps]")

@@ -3,8 +3,8 @@
     python examples/pipeline.py --artifact DIR
     python examples/pipeline.py --artifact DIR --exits    # calibrated exits; may differ
 
-The pipeline hands what it does not know to `model.generate`, which takes a decoder. Without an
-artifact the decoder guesses from the text itself, and the output is the model's own.
+The pipeline passes unknown options on to `model.generate`, which takes a decoder. Without an
+artifact the decoder drafts from the text itself, and the output is the model's own.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import tide
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
 parser.add_argument("--artifact", help="a folder from `tide calibrate`")
-parser.add_argument("--exits", action="store_true", help="let tokens leave early")
+parser.add_argument("--exits", action="store_true", help="let tokens exit")
 parser.add_argument("--new-tokens", type=int, default=64)
 args = parser.parse_args()
 

@@ -1,7 +1,7 @@
-"""Quickstart: the model's own words in fewer passes, then early exit on top.
+"""Quickstart: the model's own output in fewer passes, then early exit.
 
     python examples/quickstart.py              # lossless; needs no calibration
-    python examples/quickstart.py --artifact DIR   # also with the exits that calibration has fitted
+    python examples/quickstart.py --artifact DIR   # also with calibrated exits
 
 An artifact comes from `tide calibrate MODEL -o DIR --data prompts.jsonl`.
 """
@@ -23,17 +23,17 @@ model = AutoModelForCausalLM.from_pretrained(args.model)
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 prompt = tokenizer(args.prompt, return_tensors="pt").input_ids
 
-# Lossless: guessed tokens go down together, and the full model's word decides.
+# Lossless: one pass verifies several draft tokens; the output is that of the full model.
 engine = tide.TIDE(model, args.artifact)
 output = engine.generate(prompt, max_new_tokens=args.new_tokens, do_sample=False)
 print(tokenizer.decode(output[0]))
 print(engine.last_stats.summary())
 
 if args.artifact:
-    # Early exit with the thresholds that calibration chose. Every early token is checked later, for
-    # free: the last line of the summary says how many differ from full depth.
-    early = tide.TIDE(model, args.artifact, config=tide.TIDEConfig(exit_threshold=None))
-    output = early.generate(prompt, max_new_tokens=args.new_tokens, do_sample=False)
+    # Early exit with the calibrated thresholds. A later pass checks every exited token at no extra
+    # cost: the last line of the summary counts those that differ from full depth.
+    engine = tide.TIDE(model, args.artifact, config=tide.TIDEConfig(exit_threshold=None))
+    output = engine.generate(prompt, max_new_tokens=args.new_tokens, do_sample=False)
     print()
     print(tokenizer.decode(output[0]))
-    print(early.last_stats.summary())
+    print(engine.last_stats.summary())

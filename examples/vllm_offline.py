@@ -1,4 +1,4 @@
-"""vLLM offline: exits or lossless drafts in vLLM's own `LLM`, through the plugin.
+"""vLLM offline: exits or lossless drafts in vLLM's `LLM`, with the plugin.
 
     python examples/vllm_offline.py --artifact DIR --risk 0.02    # certified exits
     python examples/vllm_offline.py --artifact DIR                # lossless drafts
@@ -24,7 +24,7 @@ parser.add_argument("--new-tokens", type=int, default=64)
 args = parser.parse_args()
 
 if args.risk is not None:
-    # Exits decide while the model runs, which compiled graphs cannot follow.
+    # Gates decide while the model runs, which compiled graphs do not support.
     tide = {"artifact": args.artifact, "risk": args.risk, "on_drift": "full_depth"}
     options = {"enforce_eager": True}
 else:
@@ -36,14 +36,19 @@ llm = LLM(
     args.model, dtype=args.dtype, max_model_len=1024, disable_log_stats=False,
     additional_config={"tide": tide}, **options,
 )  # fmt: skip
-asks = ["Why is the sea salty?", "Name five colours.", "Tell me about bread.", "What is a map?"]
-chats = [[{"role": "user", "content": ask}] for ask in asks]
-wanted = SamplingParams(temperature=0, max_tokens=args.new_tokens)
-for answer in llm.chat(chats, wanted):
+questions = [
+    "Why is the sea salty?",
+    "Name five colours.",
+    "Tell me about bread.",
+    "What is a map?",
+]
+chats = [[{"role": "user", "content": question}] for question in questions]
+sampling = SamplingParams(temperature=0, max_tokens=args.new_tokens)
+for answer in llm.chat(chats, sampling):
     print(answer.outputs[0].text)
     print("--")
 
-# Tokens by the layer after which they left ("full" for the last), or drafts and the accepted ones.
+# Tokens by the layer after which they exited ("full": none), or draft tokens and accepted ones.
 for metric in REGISTRY.collect():
     for sample in metric.samples:
         if sample.name in ("tide:tokens_total", "vllm:spec_decode_num_draft_tokens_total",

@@ -16,7 +16,7 @@ import random
 import re
 from pathlib import Path
 
-# Asked about an article of WikiText-2, by its title or a passage of it.
+# Tasks about an article of WikiText-2, by its title or a passage of it.
 TASKS = (
     "Write a short article about {title}.",
     "What is {title}?",
@@ -42,8 +42,8 @@ TASKS = (
 CODE = ("Complete this Python function:\n{code}", "Explain what this function does:\n{code}")
 
 
-def plain(text: str) -> str:
-    """WikiText's own spacing undone."""
+def detokenized(text: str) -> str:
+    """The text without WikiText's own spacing."""
     text = re.sub(r" @([-,.])@ ", r"\1", text)
     text = re.sub(r" ([,.;:!?)\]])", r"\1", text)
     text = re.sub(r"([(\[]) ", r"\1", text)
@@ -58,9 +58,9 @@ def articles(path: Path) -> list[tuple[str, str]]:
         for line in file:
             heading = re.fullmatch(r" = ([^=]+) = \n?", line)
             if heading:
-                title = plain(heading[1])
+                title = detokenized(heading[1])
             elif title and len(line) > 300:
-                found.append((title, plain(line)))
+                found.append((title, detokenized(line)))
                 title = None
     return found
 
@@ -84,7 +84,7 @@ def prompts(data: Path, seed: int = 0) -> list[str]:
     with gzip.open(data / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:
         for line in file:
             code = json.loads(line)["prompt"].strip()
-            out += [ask.format(code=code) for ask in CODE]
+            out += [task.format(code=code) for task in CODE]
     draw.shuffle(out)
     return out
 

@@ -1,8 +1,8 @@
-"""Draws how waterlines work, for docs/waterlines.md, by moving the library's own waterlines.
+"""Drawings of how waterlines work, for docs/waterlines.md, made with the library's own waterlines.
 
     python scripts/drawings.py
 
-Each drawing is a column of frames; a frame shows segments from the first layers down, tokens from
+Each drawing stacks frames; a frame shows segments from the first layers down, tokens from
 left to right. They carry their own background, so they can be read on any page.
 """
 
@@ -17,31 +17,32 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from tide.decode.waterline import Waterlines  # noqa: E402
+from tide.decode.waterlines import Waterlines  # noqa: E402
 
 WIDTH, MARGIN, LABELS = 440, 14, 96
 CELL, GAP, LINE = 26, 4, 18
 LETTER = 6.9  # width of an average letter of the text at 13 px, rather too wide than too narrow
 SEGMENTS = ("layers 0-7", "layers 8-15", "layers 16-31")
-KINDS = {
+# What a cell shows, which is also its CSS class -> its text in the legend.
+CELLS = {
     "now": "runs in this pass",
-    "done": "has passed before",
-    "waits": "waits on the ledge",
-    "kv": "K and V only",
-    "none": "not yet",
+    "done": "ran in an earlier pass",
+    "pending": "pending before the segment",
+    "kv": "KV only",
+    "none": "not run yet",
 }
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1b2733 }
 .small { font-size: 11px } .muted { fill: #55636f } .strong { font-weight: 600 }
-.paper { fill: #f6f8fa } .wrong { fill: #b3261e } .oncell { fill: #ffffff; font-size: 11px }
+.paper { fill: #f6f8fa } .rejected { fill: #b3261e } .oncell { fill: #ffffff; font-size: 11px }
 .now { fill: #0b5a7d } .done { fill: #7fb2cb } .none { fill: none; stroke: #b6c2cc }
-.waits { fill: #fbe9c6; stroke: #a8690f; stroke-dasharray: 4 2 }
+.pending { fill: #fbe9c6; stroke: #a8690f; stroke-dasharray: 4 2 }
 .kv { fill: #d6e6ee; stroke: #3b82a6 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6ebf0 } .muted { fill: #a3b0bc } .paper { fill: #1d232d }
-  .wrong { fill: #ff9d94 } .oncell { fill: #0d1319 }
+  .rejected { fill: #ff9d94 } .oncell { fill: #0d1319 }
   .now { fill: #8fd0ee } .done { fill: #3a7592 } .none { stroke: #4b5866 }
-  .waits { fill: #4d3a10; stroke: #e0a94a } .kv { fill: #22323c; stroke: #5fa8cb }
+  .pending { fill: #4d3a10; stroke: #e0a94a } .kv { fill: #22323c; stroke: #5fa8cb }
 }
 """
 
@@ -53,11 +54,11 @@ class Frame:
     Attributes:
         text: what happens.
         after: tokens that have passed each segment now.
-        before: and before this pass.
-        known: tokens there are.
-        kv: tokens that wrote only K and V, by segment.
-        guesses: tokens that are guesses.
-        wrong: of them, the one that proved wrong.
+        before: the same before this pass.
+        known: number of tokens so far.
+        kv: tokens that stored only their KV, by segment.
+        drafts: draft tokens.
+        rejected: the draft token that full depth rejects.
     """
 
     text: str
@@ -65,124 +66,128 @@ class Frame:
     before: list[int]
     known: int
     kv: dict[int, set[int]] = field(default_factory=dict)
-    guesses: set[int] = field(default_factory=set)
-    wrong: int | None = None
+    drafts: set[int] = field(default_factory=set)
+    rejected: int | None = None
 
-    def kind(self, segment: int, token: int) -> str:
-        """What a cell shows."""
+    def cell(self, segment: int, token: int) -> str:
+        """What a cell shows, one of `CELLS`."""
         if token in self.kv.get(segment, ()):
             return "kv"
         if token < self.after[segment]:
             return "now" if token >= self.before[segment] else "done"
-        return "waits" if segment and token < self.after[segment - 1] else "none"
+        return "pending" if segment and token < self.after[segment - 1] else "none"
 
 
 class Story:
-    """The waterlines of one row, and what they were when it was last looked at."""
+    """The waterlines of one sequence, and what they were in the last frame."""
 
     def __init__(self, *passed: int) -> None:
         self.lines = Waterlines(1, len(passed), 16)
         for segment, count in enumerate(passed):
             self.lines.advance(segment, [count])
-        self.seen = list(passed)
+        self.last = list(passed)
         self.kv: dict[int, set[int]] = {}
 
     def run(self, *segments: int, known: int) -> None:
-        """Run segments over all that waits before them."""
+        """Run segments on all tokens that wait before them."""
         for segment in segments:
-            self.lines.advance(segment, [len(self.lines.ledge(0, segment, known))])
+            self.lines.advance(segment, [len(self.lines.waiting(0, segment, known))])
 
     def fill(self, *segments: int) -> None:
-        """Write K and V only, for all that waits."""
+        """Store only KV, for all tokens that wait."""
         for segment in segments:
-            ledge = self.lines.ledge(0, segment, 0)
-            self.kv.setdefault(segment, set()).update(ledge)
-            self.lines.advance(segment, [len(ledge)])
+            waiting = self.lines.waiting(0, segment, 0)
+            self.kv.setdefault(segment, set()).update(waiting)
+            self.lines.advance(segment, [len(waiting)])
 
     def frame(
-        self, text: str, known: int, guesses: range = range(0), wrong: int | None = None
+        self, text: str, known: int, drafts: range = range(0), rejected: int | None = None
     ) -> Frame:
         """A picture of what has changed since the last."""
-        before, self.seen = self.seen, list(self.lines.passed[0])
+        before, self.last = self.last, list(self.lines.passed[0])
         kv = {segment: set(tokens) for segment, tokens in self.kv.items()}
-        return Frame(text, list(self.seen), before, known, kv, set(guesses), wrong)
+        return Frame(text, list(self.last), before, known, kv, set(drafts), rejected)
 
 
-def ledges() -> list[Frame]:
-    """What a waterline and a ledge are."""
+def pending() -> list[Frame]:
+    """Waterlines, and the tokens that are pending between them."""
     story = Story(8, 5, 3)
     return [story.frame(
         "Eight tokens have passed the first segment, five the second, three the third. Tokens 5, 6 "
-        "and 7 wait before the second segment; 3 and 4 before the third.", 8,
+        "and 7 are pending before the second segment, tokens 3 and 4 before the third.", 8,
     )]  # fmt: skip
 
 
 def step() -> list[Frame]:
-    """Two decode steps: one that ends early, one that goes to full depth."""
+    """Two decode steps: in one a token exits, in the other one reaches full depth."""
     story, frames = Story(6, 4, 4), []
     story.run(0, known=7)
     frames.append(story.frame(
-        "Token 6 runs through the first segment alone. The gate is sure: its exit head says token "
-        "7, and 6 waits beside 4 and 5.", 7,
+        "Token 6 runs through the first segment alone. The gate lets it exit: its exit head "
+        "predicts token 7, and 6 is pending beside 4 and 5.", 7,
     ))  # fmt: skip
     story.run(0, known=8)
-    frames.append(story.frame("Token 7 runs through the first segment. The gate is not sure.", 8))
+    frames.append(story.frame(
+        "Token 7 runs through the first segment. The gate does not let it exit, so it "
+        "continues.", 8,
+    ))  # fmt: skip
     story.run(1, known=8)
     frames.append(story.frame(
-        "So the second segment runs on all that waits, 4 to 7, in one pass. Not sure either.", 8,
+        "The second segment runs on all pending tokens, 4 to 7, in one pass. Token 7 continues "
+        "again.", 8,
     ))  # fmt: skip
     story.run(2, known=8)
     frames.append(story.frame(
-        "The third segment runs on them too. Full depth says token 8; and what it says after 4, 5 "
-        "and 6 is compared with what their exit heads had said.", 8,
+        "The third segment runs on them too. Full depth predicts token 8. Its predictions after 4, "
+        "5 and 6 are compared with those of their exit heads.", 8,
     ))  # fmt: skip
     return frames
 
 
 def strategies() -> list[Frame]:
-    """K and V of a token that left: deferred, and propagate."""
+    """The KV of an exited token: deferred, and propagate."""
     deferred, propagate = Story(6, 5, 5), Story(6, 5, 5)
     deferred.run(0, known=7)
     first = deferred.frame(
-        "deferred: tokens 5 and 6 left after the first segment and wait. The next deep pass will "
-        "give them the K and V that the full model has.", 7,
+        "deferred: tokens 5 and 6 exited after the first segment and are pending. The next deep "
+        "pass computes the same KV for them as the full model.", 7,
     )  # fmt: skip
     propagate.fill(1, 2)
     propagate.run(0, known=7)
     propagate.fill(1, 2)
     second = propagate.frame(
-        "propagate: the segments above stored K and V for 5 and 6 at once, from the state in which "
-        "they left. They never go deeper, and no later pass checks them.", 7,
+        "propagate: the later segments store the KV of 5 and 6 at once, computed from the states "
+        "at which they exited. They never run deeper, and no later pass checks them.", 7,
     )  # fmt: skip
     return [first, second]
 
 
 def drafts() -> list[Frame]:
-    """Guesses that go down together."""
+    """Draft tokens that run through all segments in one pass."""
     story = Story(3, 3, 3)
     story.run(0, 1, 2, known=7)
     return [story.frame(
-        "Token 3 is settled. Tokens 4, 5 and 6 are guesses, from the text so far or from the "
-        "table. One pass takes all four to full depth, which says what comes after each: 4 and 5 "
-        "were right, 6 was not.", 7, range(4, 7), wrong=6,
+        "Token 3 is committed. Tokens 4, 5 and 6 are drafts, from the text so far or from the "
+        "table. One pass takes all four to full depth, which predicts the token after each: 4 and "
+        "5 are accepted, 6 is rejected.", 7, range(4, 7), rejected=6,
     )]  # fmt: skip
 
 
-def fall_back() -> list[Frame]:
-    """What happens to a guess that proved wrong."""
+def rollback() -> list[Frame]:
+    """What happens after a draft token is rejected."""
     story = Story(7, 7, 7)
-    story.lines.fall_back(0, 6)
+    story.lines.rollback(0, 6)
     frames = [story.frame(
-        "Waterlines, ledges and cache fall back to 6 tokens. The full model's own token takes the "
-        "place of the wrong guess; it has not run yet.", 7,
+        "Waterlines, pending states and the KV cache roll back to 6 tokens. The full model's own "
+        "token replaces the rejected draft; it has not run yet.", 7,
     )]  # fmt: skip
     story.run(0, 1, 2, known=7)
-    frames.append(story.frame("The next pass begins with it.", 7))
+    frames.append(story.frame("The next pass starts with it.", 7))
     return frames
 
 
 def svg(name: str, frames: list[Frame]) -> str:
-    """A column of frames, and a legend of what they show."""
+    """Frames below each other, and a legend of what they show."""
     parts: list[str] = []
     y = MARGIN
     for frame in frames:
@@ -201,47 +206,47 @@ def _frame(parts: list[str], frame: Frame, y: int) -> int:
         y += LINE
     y += 6
     for token in range(frame.known):
-        name = f"{token}?" if token in frame.guesses else str(token)
-        parts.append(_text(_left(token) + CELL / 2, y + 10, name, "small muted", "middle"))
+        name = f"{token}?" if token in frame.drafts else str(token)
+        parts.append(_text(_x_of(token) + CELL / 2, y + 10, name, "small muted", "middle"))
     y += 16
     for segment, label in enumerate(SEGMENTS):
         parts.append(_text(MARGIN, y + 17, label, "small"))
         for token in range(frame.known):
             parts.append(_cell(frame, segment, token, y))
         note = f"waterline {frame.after[segment]}"
-        parts.append(_text(_left(8) + 6, y + 17, note, "small muted"))
+        parts.append(_text(_x_of(8) + 6, y + 17, note, "small muted"))
         y += CELL + GAP
     return y
 
 
 def _cell(frame: Frame, segment: int, token: int, y: int) -> str:
-    kind, x = frame.kind(segment, token), _left(token)
-    cell = f'<rect class="{kind}" x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="4"/>'
-    if kind == "kv":
+    shows, x = frame.cell(segment, token), _x_of(token)
+    cell = f'<rect class="{shows}" x="{x}" y="{y}" width="{CELL}" height="{CELL}" rx="4"/>'
+    if shows == "kv":
         return cell + _text(x + CELL / 2, y + 17, "kv", "small", "middle")
-    if kind == "now":
+    if shows == "now":
         cell += f'<circle class="paper" cx="{x + CELL / 2:g}" cy="{y + CELL / 2:g}" r="3"/>'
-    if segment == len(SEGMENTS) - 1 and token == frame.wrong:
-        cell += _text(x + CELL / 2, y + CELL + 12, "wrong", "small strong wrong", "middle")
+    if segment == len(SEGMENTS) - 1 and token == frame.rejected:
+        cell += _text(x + CELL / 2, y + CELL + 12, "rejected", "small strong rejected", "middle")
     return cell
 
 
 def _legend(parts: list[str], frames: list[Frame], y: int) -> int:
     shown = {
-        frame.kind(segment, token)
+        frame.cell(segment, token)
         for frame in frames
         for segment in range(len(SEGMENTS))
         for token in range(frame.known)
     }
     y += 8
-    for place, kind in enumerate(kind for kind in KINDS if kind in shown):
-        x, row = MARGIN + 210 * (place % 2), y + 20 * (place // 2)
-        parts.append(f'<rect class="{kind}" x="{x}" y="{row}" width="14" height="14" rx="3"/>')
-        parts.append(_text(x + 22, row + 11, KINDS[kind], "small muted"))
+    for number, cell in enumerate(cell for cell in CELLS if cell in shown):
+        x, top = MARGIN + 210 * (number % 2), y + 20 * (number // 2)
+        parts.append(f'<rect class="{cell}" x="{x}" y="{top}" width="14" height="14" rx="3"/>')
+        parts.append(_text(x + 22, top + 11, CELLS[cell], "small muted"))
     return y + 20 * ((len(shown) + 1) // 2) + 8
 
 
-def _left(token: int) -> int:
+def _x_of(token: int) -> int:
     return LABELS + token * (CELL + GAP)
 
 
@@ -254,11 +259,11 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start")
 
 
 DRAWINGS = {
-    "ledges": ledges,
+    "pending": pending,
     "step": step,
     "strategies": strategies,
     "drafts": drafts,
-    "fall_back": fall_back,
+    "rollback": rollback,
 }
 
 
@@ -266,7 +271,7 @@ def main() -> None:
     folder = ROOT / "docs" / "drawings"
     folder.mkdir(exist_ok=True)
     for name, draw in DRAWINGS.items():
-        (folder / f"{name}.svg").write_text(svg(name.replace("_", "-"), draw()))
+        (folder / f"{name}.svg").write_text(svg(name, draw()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Gives the figures that stand within sentences of the docs, each from a result file.
+"""The figures within sentences of the docs, each from a result file.
 
 `scripts/tables.py` writes them into the pages.
 """
@@ -8,31 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tables import percent, read
+from results import percent, read, times
 
 
-def _side(of: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    return next(side for side in of if side["side"] == name)
+def _method(of: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    return next(method for method in of if method["method"] == name)
 
 
-def _bench(side: str) -> dict[str, Any]:
-    return _side(read("bench_smollm2")["results"], side)
+def _bench(method: str) -> dict[str, Any]:
+    return _method(read("bench_smollm2")["results"], method)
 
 
 def _exits(drafts: bool) -> dict[str, Any]:
-    return _bench("exit, boldness 1" if drafts else "exit without drafts")
+    return _bench("exit, threshold scale 1" if drafts else "exit without drafts")
 
 
-def _saved(side: dict[str, Any]) -> str:
-    return percent(1 - side["layers_run"] / side["layers_full"])
+def _saved(method: dict[str, Any]) -> str:
+    return percent(1 - method["layers_run"] / method["layers_full"])
 
 
-def _lossless(side: str) -> dict[str, Any]:
-    return _side(read("lossless")["results"]["sides"], side)
-
-
-def _times(speedup: float) -> str:
-    return f"{speedup:.2f}x"
+def _lossless(method: str) -> dict[str, Any]:
+    return _method(read("lossless")["results"]["methods"], method)
 
 
 def _span(values: list[float], form: str = "{:.2f}") -> str:
@@ -50,26 +46,26 @@ def _limits() -> list[dict[str, Any]]:
 
 
 def _off() -> str:
-    """Mode "off" against bare generate, over dtypes, batches and two models."""
-    return _span([r["profiles"][0]["speedup"] for r in _limits()])
+    """Mode "off" against HF generate, over dtypes, batch sizes and two models."""
+    return _span([r["exit_schedules"][0]["speedup"] for r in _limits()])
 
 
-def _four_rows() -> str:
-    """Scripted exits of 30 and 60 % at half depth with four rows, against bare generate."""
-    found = [r["profiles"] for r in _limits() if r["rows"] == 4]
-    return _span([p["speedup"] for profiles in found for p in profiles[1:3]])
+def _batch_of_four() -> str:
+    """Scripted exits of 30 and 60 % at half depth at batch 4, against HF generate."""
+    found = [r["exit_schedules"] for r in _limits() if r["batch"] == 4]
+    return _span([s["speedup"] for schedules in found for s in schedules[1:3]])
 
 
-def _noise(kind: str) -> list[float]:
-    return [100 * r["share"] for r in read("noise_floor")["results"] if r["read"].startswith(kind)]
+def _noise(dtype: str) -> list[float]:
+    return [100 * r["share"] for r in read("noise_floor")["results"] if r["read"].startswith(dtype)]
 
 
-def _certified(source: str, served: str, boldness: float) -> str:
-    """Measured share of tokens that differ, on fresh prompts, at one boldness."""
+def _certified(source: str, served: str, threshold_scale: float) -> str:
+    """Measured share of tokens that differ, on fresh prompts, at one threshold scale."""
     rows = [r for r in read(f"certificates_{source}")["results"]
-            if r["certificate"]["boldness"] == boldness]  # fmt: skip
+            if r["certificate"]["threshold_scale"] == threshold_scale]  # fmt: skip
     found = [r[where] for r in rows for where in ("same_source", "other_source") if where in r]
-    return f"{100 * next(at['measured'] for at in found if at['source'] == served):.2f} %"
+    return percent(next(at["measured"] for at in found if at["source"] == served), 2)
 
 
 def _attack(goal: str) -> dict[str, Any]:
@@ -77,24 +73,23 @@ def _attack(goal: str) -> dict[str, Any]:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
-    "exits_alone": lambda: _times(_exits(drafts=False)["speedup"]),
+    "exits_alone": lambda: times(_exits(drafts=False)["speedup"]),
     "exits_saved": lambda: _saved(_exits(drafts=False)),
-    "exits_left": lambda: percent(_exits(drafts=False)["exit_rate"]),
     "exits_differ": lambda: percent(_exits(drafts=False)["disagreement"]),
-    "exits_drafts": lambda: _times(_exits(drafts=True)["speedup"]),
+    "exits_drafts": lambda: times(_exits(drafts=True)["speedup"]),
     "exits_drafts_differ": lambda: percent(_exits(drafts=True)["disagreement"]),
-    "bench_lossless": lambda: _times(_bench("lossless")["speedup"]),
-    "bench_lookup": lambda: _times(_bench("prompt lookup")["speedup"]),
-    "lossless_table": lambda: _times(_lossless("context + table")["speedup"]),
-    "lossless_context": lambda: _times(_lossless("context")["speedup"]),
-    "lossless_lookup": lambda: _times(_lossless("prompt lookup")["speedup"]),
+    "bench_lossless": lambda: times(_bench("lossless")["speedup"]),
+    "bench_lookup": lambda: times(_bench("prompt lookup")["speedup"]),
+    "lossless_table": lambda: times(_lossless("context + table")["speedup"]),
+    "lossless_context": lambda: times(_lossless("context")["speedup"]),
+    "lossless_lookup": lambda: times(_lossless("prompt lookup")["speedup"]),
     "lossless_categories": lambda: _span(
         list(_lossless("context + table")["by_category"].values())
     ),
-    "identical_lookup": lambda: _lossless("prompt lookup")["identical_outputs"],
-    "identical_context": lambda: _lossless("context")["identical_outputs"],
+    "identical_lookup": lambda: _lossless("prompt lookup")["exact_match_outputs"],
+    "identical_context": lambda: _lossless("context")["exact_match_outputs"],
     "off": _off,
-    "four_rows": _four_rows,
+    "four_rows": _batch_of_four,
     "overhead": lambda: _span([r["ratio"] for r in read("runner_overhead")["results"]], "{:.3f}"),
     "router_layers": lambda: _in_layers("router"),
     "exit_head_layers": lambda: _in_layers("exit_head"),
@@ -105,8 +100,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "safest_gsm8k": lambda: _certified("gsm8k", "gsm8k", 0.125),
     "attack_start": lambda: percent(_attack("wrong")["start"]["mean"]),
     "attack_end": lambda: percent(_attack("wrong")["end"]["mean"]),
-    "attack_promised": lambda: percent(_attack("wrong")["served"]["promised"]),
-    "attack_fired": lambda: str(_attack("wrong")["served"]["watch_fired_after"]),
+    "attack_promised": lambda: percent(_attack("wrong")["served"]["certified_bound"]),
+    "attack_fired": lambda: str(_attack("wrong")["served"]["drift_detected_after"]),
     "attack_deep": lambda: percent(_attack("deep")["end"]["mean"]),
     "calibration_tokens": lambda: f"{read('calibration_smollm2')['tokens']['fit']:,}",
 }

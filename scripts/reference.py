@@ -1,4 +1,4 @@
-"""Gives the tables of the docs that come from the code and the tests, not from result files.
+"""The tables of the docs that come from the code and the tests, not from result files.
 
 `scripts/tables.py` writes them into the pages.
 """
@@ -14,11 +14,11 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from tables import ROOT, read, table
+from results import ROOT, read, table
 
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-# What a family of the tests is known as, where its name does not say it.
+# What a family of the tests is known as, where its name does not show it.
 KNOWN_AS = {
     "llama": "Llama 2 and 3, SmolLM2, R1 distills of Llama",
     "qwen2": "Qwen2, Qwen2.5, R1 distills of Qwen2.5",
@@ -34,7 +34,7 @@ KNOWN_AS = {
     "gpt_oss": "GPT-OSS",
     "deepseek_v3": "DeepSeek V3, R1",
 }
-# Families whose real weights `tide assess` was run on, and the result file that says so.
+# Families whose real weights `tide assess` was run on, and the result file of each.
 REAL = {"llama": "smollm2", "gemma3_text": "gemma3_270m", "qwen2": "qwen2_5_coder_0_5b"}
 # What a tiny config sets -> what that makes of its attention or its layers.
 TRAITS = {
@@ -42,7 +42,7 @@ TRAITS = {
     "attention_chunk_size": "chunked attention",
     "num_local_experts": "mixture of experts",
     "n_routed_experts": "mixture of experts",
-    "kv_lora_rank": "latent K and V",
+    "kv_lora_rank": "latent KV",
     "final_logit_softcapping": "capped logits",
     "logit_scale": "scaled logits",
     "logits_scaling": "scaled logits",
@@ -63,7 +63,7 @@ PUBLISHED = {
 REASONS = {
     "exit_strategy": "an affine head agrees more often at every checkpoint: "
     "[measured](results.md#calibration-of-smollm2-135m-instruct)",
-    "kv_cache_strategy": "K and V that are not exact spoil later tokens: [log](log.md)",
+    "kv_cache_strategy": "inexact KV degrades later tokens: [log](log.md)",
 }
 
 
@@ -90,7 +90,7 @@ def models() -> str:
 
 
 def refused() -> str:
-    """Every kind of model that the tests see refused, and what `tide.attach` says to it."""
+    """Every model that the tests see refused, and the error that `tide.attach` raises."""
     import torch
 
     import tide
@@ -113,15 +113,15 @@ def refused() -> str:
                 tide.attach(make())
             except TideError as refusal:
                 # How far off a random model is depends on the version of torch.
-                said = re.sub(r" \(relative error.*?\)", "", str(refusal))
-                rows.append((make.__name__.replace("_", " "), type(refusal).__name__, said))
+                message = re.sub(r" \(relative error.*?\)", "", str(refusal))
+                rows.append((make.__name__.replace("_", " "), type(refusal).__name__, message))
             else:
                 raise SystemExit(f"{make.__name__} is not refused.")
     return table(("what", "error", "message"), rows)
 
 
 def refused_options() -> str:
-    """Options of `generate` that the engine does not take."""
+    """Options of `generate` that the engine refuses."""
     from tide.generation import _REFUSED
 
     return table(("option", "why"), [(f"`{name}`", why) for name, why in _REFUSED.items()])
@@ -138,12 +138,12 @@ def settings() -> str:
             (f"`{field.name}`", published, f"`{field.default!r}`", REASONS.get(field.name, ""))
         )
         if published and published != rows[-1][2] and field.name not in REASONS:
-            raise SystemExit(f"{field.name} differs from what was published; REASONS says not why.")
+            raise SystemExit(f"{field.name} differs from what was published: add it to REASONS.")
     return table(("setting", "published default", "default here", "why it differs"), rows)
 
 
 def sequences() -> str:
-    """How many prompts it takes to show a risk if nothing differs."""
+    """How many prompts a certificate needs if no token differs."""
     from tide.calibration.bounds import fewest_sequences
 
     deltas = (0.1, 0.05, 0.01)
@@ -166,9 +166,9 @@ def _command(name: str, what: str) -> str:
     import_module(f"tide.cli.{name.replace('-', '_')}").options(parser)
     actions = [action for action in parser._actions if action.dest != "help"]
     actions.sort(key=lambda action: bool(action.option_strings))  # arguments before options
-    words = [_positional(a) for a in actions if not a.option_strings]
-    words += [f"{a.option_strings[0]} {_value(a)}" for a in actions if _needed(a)]
-    usage = parser.usage or " ".join((parser.prog, *words, "[options]"))
+    needed = [_positional(a) for a in actions if not a.option_strings]
+    needed += [f"{a.option_strings[0]} {_value(a)}" for a in actions if _needed(a)]
+    usage = parser.usage or " ".join((parser.prog, *needed, "[options]"))
     rows = [
         (f"`{_flags(a) if a.option_strings else _positional(a)}`", _cell(a.help), _default(a))
         for a in actions
@@ -193,7 +193,7 @@ def _flags(action: argparse.Action) -> str:
 
 
 def _value(action: argparse.Action) -> str:
-    """What stands behind a flag; nothing for a switch."""
+    """The placeholder behind a flag; empty for a switch."""
     if action.nargs == 0:
         return ""
     if action.choices is not None:

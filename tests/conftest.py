@@ -1,4 +1,4 @@
-"""Gives fixtures for real weights and prompts, and the reason where a test is skipped."""
+"""Fixtures for real weights and prompts, with a reason where a test is skipped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tide
-from tide.certify import certify
 from tide.config import TIDEConfig
 from tide.exits.artifact import Artifact
 
@@ -21,13 +20,13 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="session", autouse=True)
 def _fixed_threads() -> None:
-    """Two threads in all: one for each of two workers, which would else stall each other."""
+    """Two threads in all: one for each of two workers, which would otherwise stall each other."""
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """The folder of SmolLM2-135M-Instruct, obtained once per machine."""
+    """The folder of SmolLM2-135M-Instruct, downloaded once per machine."""
     spec = importlib.util.spec_from_file_location("smollm2", ROOT / "scripts" / "weights.py")
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
@@ -49,12 +48,12 @@ def tokenizer(smollm2_path: Path) -> Any:
 
 def questions(things: str) -> list[str]:
     """Eight questions about each of some things."""
-    asks = (
+    templates = (
         "Explain {} to a child.", "What is {}?", "Write a short story about {}.",
         "List five facts about {}.", "Why does {} matter?", "Describe the history of {}.",
         "Give me advice on {}.", "How does {} work?",
     )  # fmt: skip
-    return [ask.format(thing) for thing in things.split(", ") for ask in asks]
+    return [t.format(thing) for thing in things.split(", ") for t in templates]
 
 
 @pytest.fixture(scope="session")
@@ -80,14 +79,16 @@ def small_artifact(model: Any, tokenizer: Any, tmp_path_factory: Any) -> Path:
 
 @pytest.fixture(scope="session")
 def certified_artifact(model: Any, tokenizer: Any, small_artifact: Path) -> Path:
-    """The same with a certificate for vLLM, for a risk as large as so few sequences can show."""
+    """The same with a certificate for vLLM, at a risk high enough for few sequences to show."""
+    from tide.certify import certify
+
     folder = small_artifact.parent / "certified"
     Artifact.load(small_artifact).save(folder)
     config = TIDEConfig(kv_cache_strategy="propagate", min_layers=24)
     texts = questions("a river, the sun, paper, a clock, salt, the wind, wool, bees")
     (_,) = certify(
-        model, tokenizer, folder, texts, risk=0.2, config=config, boldness=(1.0,), new_tokens=24,
-        batch=32, quiet=True,
+        model, tokenizer, folder, texts, risk=0.2, config=config, threshold_scales=(1.0,),
+        new_tokens=24, batch=32, quiet=True,
     )  # fmt: skip
     return folder
 

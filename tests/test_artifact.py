@@ -18,10 +18,10 @@ from tide.engine import TIDE
 from tide.errors import ArtifactError, ConfigError
 from tide.exits import files
 from tide.exits.artifact import Artifact, Checkpoint
-from tide.exits.blend import Blend
+from tide.exits.confidence import ConfidenceModel
 from tide.exits.heads import ExitHead
-from tide.exits.policy import Gate
 from tide.exits.routers import TokenRouter
+from tide.exits.thresholds import Thresholds
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
 from tiny import tiny_model
@@ -43,8 +43,10 @@ def made(model: Any) -> Artifact:
         fingerprint(model, locate(model)),
         32,
         [
-            Checkpoint(1, head, TokenRouter(32, 8), Gate(router=0.7, top_probability=0.9)),
-            Checkpoint(3, ExitHead("identity", 32), blend=Blend(("head", "table"))),
+            Checkpoint(1, head, TokenRouter(32, 8), Thresholds(router=0.7, top_probability=0.9)),
+            Checkpoint(
+                3, ExitHead("identity", 32), confidence_model=ConfidenceModel(("head", "table"))
+            ),
         ],
         TIDEConfig(exit_threshold=0.7, drafts=("table",)),
         torch.arange(40),
@@ -80,7 +82,7 @@ def test_another_models_artifact_is_refused(made: Artifact, tmp_path: Path) -> N
     TIDE(other, path, allow_mismatch=True)
 
 
-def test_a_missing_artifact_says_how_to_make_one(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_artifact_names_the_way_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"no artifact at .*nowhere.*tide calibrate"):
         Artifact.load(tmp_path / "nowhere")
 
@@ -96,17 +98,17 @@ def test_a_truncated_file_is_refused(form: str, made: Artifact, tmp_path: Path) 
 def test_unknown_keys_and_tensors_are_refused(made: Artifact, tmp_path: Path) -> None:
     path = made.save(tmp_path / "router")
     header = json.loads((path / "tide.json").read_text())
-    for change, words in (
+    for change, named in (
         ({**header, "surprise": 1}, "unknown keys.*surprise"),
         ({k: v for k, v in header.items() if k != "record"}, "lacks.*record"),
-        ({**header, "schema": 99}, "schema 99 is not 1"),
+        ({**header, "schema": 99}, "schema 99, and this version reads 2"),
         ({**header, "config": {"exit_treshold": 1}}, "Did you mean 'exit_threshold'"),
     ):
         change["digest"] = files.digest(
             {k: v for k, v in change.items() if k != "digest"}, load_file(path / "tide.safetensors")
         )
         (path / "tide.json").write_text(json.dumps(change))
-        with pytest.raises(ArtifactError, match=words):
+        with pytest.raises(ArtifactError, match=named):
             Artifact.load(path)
     header, tensors = files.read(made.save(tmp_path / "tensors"))
     files.write(path, header, {**tensors, "surprise": torch.ones(1)})
@@ -116,6 +118,20 @@ def test_unknown_keys_and_tensors_are_refused(made: Artifact, tmp_path: Path) ->
     files.write(path, header, tensors)
     with pytest.raises(ArtifactError, match=r"up\.weight|Missing key"):
         Artifact.load(path)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_artifact_of_schema_1_is_refused(form: str, made: Artifact, tmp_path: Path) -> None:
+    """As version 0.1 wrote them: a gate where there are thresholds now, a blend, a tail."""
+    header = {**made._header(), "schema": 1}
+    for checkpoint in header["checkpoints"]:
+        checkpoint["gate"] = {**checkpoint.pop("thresholds"), "blend": None}
+        checkpoint["gate"].pop("confidence")
+        checkpoint["blend"] = checkpoint.pop("confidence_model")
+        checkpoint["tail_layers"] = 0
+    files.write(tmp_path / form, header, made._tensors())
+    with pytest.raises(ArtifactError, match=r"schema 1, and this version reads 2.*tide calibrate"):
+        Artifact.load(tmp_path / form)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -153,7 +169,7 @@ def test_an_edited_threshold_is_refused(made: Artifact, tmp_path: Path) -> None:
         Artifact.load(path.parent)
 
 
-def test_an_interruption_leaves_what_was_there(
+def test_an_interruption_keeps_what_was_there(
     made: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = made.save(tmp_path / "router")
@@ -204,7 +220,7 @@ class Bomb:
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path: Path) -> None:
     trace = Path(__file__).parent / "exploded"
     for form, write in (
-        ("plain.pt", lambda p: p.write_bytes(pickle.dumps(Bomb()))),
+        ("pickle.pt", lambda p: p.write_bytes(pickle.dumps(Bomb()))),
         ("torch.pt", lambda p: torch.save({"header": Bomb(), "tensors": {}}, p)),
     ):
         path = tmp_path / form
@@ -221,7 +237,7 @@ def test_settings_are_checked() -> None:
         TIDEConfig(min_layers=-1)
     with pytest.raises(ConfigError, match=r"compaction_threshold is 1.5; it must be between"):
         TIDEConfig(compaction_threshold=1.5)
-    with pytest.raises(ConfigError, match="needs the exact K and V"):
+    with pytest.raises(ConfigError, match="needs the exact KV"):
         TIDEConfig(mode="lossless", kv_cache_strategy="propagate")
     with pytest.raises(ConfigError, match="prefill_exit=True"):
         TIDEConfig(prefill_exit=True)

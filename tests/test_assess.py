@@ -1,4 +1,4 @@
-"""Assess says what the model itself says, layer by layer."""
+"""The assessment agrees with the model itself, layer by layer."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ def test_assesses_every_family(family: str) -> None:
     assert all(0 <= share <= 1 for share in (*found.without, *found.agreement))
 
 
-def test_agrees_with_the_model_run_in_the_plain_way() -> None:
+def test_agrees_with_the_model_run_without_tide() -> None:
     model, tokenizer = tiny_model("llama"), tiny_tokenizer()
     found = assess(model, tokenizer, TEXTS[:1], new_tokens=8, quiet=True)
     ids = torch.tensor([tokenizer(TEXTS[0])["input_ids"]])
     text = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    said = text[0, ids.shape[1] :]
+    target = text[0, ids.shape[1] :]
     with torch.no_grad():
         states = model(text, output_hidden_states=True).hidden_states
         for depth in range(1, found.n_layers):
             # The last of these is normed already, the others are not.
-            early = model.lm_head(model.model.norm(states[depth]))[0, ids.shape[1] - 1 : -1]
-            agree = float((early.argmax(-1) == said).float().mean())
+            logits = model.lm_head(model.model.norm(states[depth]))[0, ids.shape[1] - 1 : -1]
+            agree = float((logits.argmax(-1) == target).float().mean())
             assert found.agreement[depth - 1] == pytest.approx(agree)
     for layer in range(found.n_layers):
-        # A layer that adds nothing to the residual stream is a layer left out.
+        # A layer that adds nothing to the residual stream is a layer removed.
         kept = model.model.layers[layer]
         model.model.layers[layer] = _Nothing(kept)
         with torch.no_grad():
             without = model(text).logits[0, ids.shape[1] - 1 : -1].argmax(-1)
         model.model.layers[layer] = kept
-        assert found.without[layer] == pytest.approx(float((without == said).float().mean()))
+        assert found.without[layer] == pytest.approx(float((without == target).float().mean()))
 
 
 class _Nothing(torch.nn.Module):
@@ -59,24 +59,25 @@ class _Nothing(torch.nn.Module):
         return hidden_states
 
 
-def test_checkpoints_are_where_tokens_settle() -> None:
-    right = torch.zeros(100, 12, dtype=torch.bool)
-    right[:, -1] = True
-    right[:40, 3:] = True  # 40 tokens are settled after 4 layers, 30 more after 9
-    right[40:70, 8:] = True
+def test_checkpoints_are_where_tokens_first_agree() -> None:
+    agree = torch.zeros(100, 12, dtype=torch.bool)
+    agree[:, -1] = True
+    agree[:40, 3:] = True  # 40 tokens agree after 4 layers, 30 more after 9
+    agree[40:70, 8:] = True
     costs = Costs(layer=1.0, start=0.0, head=2.0, exit_head=2.0, router=0.0)
-    chosen, ceiling = _best_checkpoints(right, costs, 3)
+    chosen, ceiling = _best_checkpoints(agree, costs, 3)
     assert chosen == (3, 8)  # a third would save nothing
     assert ceiling == pytest.approx(14 / (0.4 * 4 + 0.3 * 9 + 0.3 * 12 + 2))
-    assert _best_checkpoints(right, costs, 1)[0] == (3,)
+    assert _best_checkpoints(agree, costs, 1)[0] == (3,)
 
 
-def test_says_whether_it_is_worth_it_and_draws_it(tmp_path: Path) -> None:
+def test_a_verdict_and_a_plot(tmp_path: Path) -> None:
     shape = {"n_layers": 3, "documents": 1, "tokens": 9, "oracle": (0.2, 0.3, 0.5)}
     shape |= {"agreement": (0.2, 0.5, 1.0), "without": (0.0, 0.5, 0.5), "checkpoints": (1,)}
     shape["costs"] = {"layer": 0.001, "head": 0.002}
     good = Assessment(**shape, ceiling=1.4)
-    assert "settled after 2 of 3 layers" in good.verdict and "worth it" in good.verdict
+    assert "agree with full depth after 2 of 3 layers" in good.verdict
+    assert "worth it" in good.verdict
     poor = Assessment(**shape, ceiling=1.02)
     assert "expect little from exits" in poor.verdict
     assert good.summary().count("<- checkpoint") == 1

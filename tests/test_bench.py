@@ -1,4 +1,4 @@
-"""The race counts what it runs; the attack finds what is there to be found."""
+"""Tests of the comparison, of the attack and of what defends against it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 from test_certify import ALWAYS, serve
 from test_generate import WrongHead, artifact
-from tide.bench.attack import attack, defend
-from tide.bench.race import race
+from tide.bench.attack import Search, attack, defend
+from tide.bench.compare import EngineMethods, compare
 from tide.config import TIDEConfig
 from tide.errors import ConfigError
-from tide.exits.policy import Gate
-from tide.watch import Guard, Watch
+from tide.exits.thresholds import Thresholds
+from tide.risk import CircuitBreaker, DriftMonitor
 from tiny import tiny_model, tiny_tokenizer
 
 TEXTS = [" ".join("abcdefghijklmnop"[(i * k) % 16] * 3 for k in range(1, 7)) for i in range(1, 13)]
 CONFIG = TIDEConfig(exit_threshold=None, min_layers=0, audit_tail=True)
 
 
-def test_every_prompt_goes_through_every_side_in_turn() -> None:
+def test_every_prompt_runs_with_every_method_in_turn() -> None:
     order: list[str] = []
 
-    def side(name: str, new: int) -> Any:
+    def method(name: str, new: int) -> Any:
         def run(prompt: Any) -> torch.Tensor:
             order.append(name)
             return torch.cat([prompt["input_ids"], torch.ones(1, new).long()], dim=1)
@@ -33,45 +33,58 @@ def test_every_prompt_goes_through_every_side_in_turn() -> None:
 
     prompts = [{"input_ids": torch.ones(1, n).long()} for n in (3, 5)]
     seen: list[set[str]] = []
-    rows = race(
-        {"a": side("a", 4), "b": side("b", 6)}, prompts, lambda out: seen.append(set(out)),
+    results = compare(
+        {"a": method("a", 4), "b": method("b", 6)}, prompts, lambda out: seen.append(set(out)),
         categories=["x", "y"], quiet=True,
     )  # fmt: skip
     assert order[2:] == ["a", "b", "b", "a"] and sorted(order[:2]) == ["a", "b"]  # one to warm up
     assert seen == [{"a", "b"}] * 2
-    assert [(row["side"], row["tokens"]) for row in rows] == [("a", 8), ("b", 12)]
-    assert rows[0]["speedup"] == 1.0 and set(rows[1]["by_category"]) == {"x", "y"}
+    assert [(found["method"], found["tokens"]) for found in results] == [("a", 8), ("b", 12)]
+    assert results[0]["speedup"] == 1.0 and set(results[1]["by_category"]) == {"x", "y"}
+    assert set(results[1]["per_prompt_speedup"]) == {"p20", "p50", "p80"}
+
+
+def test_engines_count_what_they_run() -> None:
+    engine = serve(tiny_model("llama"), artifact(WrongHead), config=CONFIG, policy=ALWAYS)
+    ours = EngineMethods({"exit": engine}, {"max_new_tokens": 8, "do_sample": False})
+    prompts = [{"input_ids": torch.tensor([[5, 6, 7, 8 + i]])} for i in range(2)]
+    compare(ours.methods, prompts, ours.add, quiet=True)
+    found = ours.counted("exit", ["x", "y"])
+    assert found["ideal_speedup"] == pytest.approx(found["layers_full"] / found["layers_run"], 1e-3)
+    assert found["exit_rate"] * 16 == pytest.approx(sum(found["exits_per_layer"].values()), 1e-3)
+    assert 0 < found["disagreement"] <= found["exit_rate"]
+    assert set(found["layer_calls_per_token"]) == {"x", "y"}
 
 
 @pytest.mark.parametrize("goal", ["wrong", "deep"])
 def test_the_attack_comes_closer_to_its_goal(goal: str) -> None:
     made = artifact()
     for checkpoint in made.checkpoints:
-        checkpoint.gate = Gate(top_probability=0.08)
+        checkpoint.thresholds = Thresholds(top_probability=0.08)
     engine = serve(tiny_model("llama"), made, config=CONFIG)
-    options: Any = {"rounds": 4, "population": 6, "new_tokens": 8}
-    found = attack(engine, tiny_tokenizer(), TEXTS, goal, **options)
+    search = Search(generations=4, population=6, new_tokens=8)
+    found = attack(engine, tiny_tokenizer(), TEXTS, goal, search)
     start, end = found.to_dict()["start"], found.to_dict()["end"]
     assert end["mean"] > start["mean"] and end["best"] >= start["best"]
     assert found.tried == 30
-    assert attack(engine, tiny_tokenizer(), TEXTS, goal, **options) == found
+    assert attack(engine, tiny_tokenizer(), TEXTS, goal, search) == found
     with pytest.raises(ConfigError, match="must be one of wrong, deep"):
-        attack(engine, tiny_tokenizer(), TEXTS, "slow")
+        attack(engine, tiny_tokenizer(), TEXTS, "slow", search)
 
 
-def test_an_attack_is_noticed_and_the_breaker_ends_it() -> None:
+def test_an_attack_is_detected_and_the_fallback_restores_full_depth() -> None:
     engine = serve(tiny_model("llama"), artifact(WrongHead), config=CONFIG, policy=ALWAYS)
-    engine.guard = Guard(Watch(0.02))
+    engine.circuit_breaker = CircuitBreaker(DriftMonitor(0.02))
     found = defend(engine, tiny_tokenizer(), TEXTS[:4], new_tokens=8)
-    assert found["measured"] > 0.5 and found["watch_fired_after"] is not None
-    assert found["after_the_breaker"] == {"sequences": 4, "identical": 4, "early_tokens": 0}
+    assert found["measured"] > 0.5 and found["drift_detected_after"] is not None
+    assert found["after_fallback"] == {"sequences": 4, "exact_match": 4, "exited_tokens": 0}
 
 
-def test_where_nothing_is_wrong_the_watch_is_silent() -> None:
+def test_without_wrong_exits_no_drift_is_detected() -> None:
     made = artifact()
     for checkpoint in made.checkpoints:
-        checkpoint.gate = Gate(top_probability=2.0)
+        checkpoint.thresholds = Thresholds(top_probability=2.0)
     engine = serve(tiny_model("llama"), made, config=CONFIG)
-    engine.guard = Guard(Watch(0.02))
+    engine.circuit_breaker = CircuitBreaker(DriftMonitor(0.02))
     found = defend(engine, tiny_tokenizer(), TEXTS[:4], new_tokens=4, most=8)
-    assert found == {"promised": 0.02, "measured": 0.0, "watch_fired_after": None}
+    assert found == {"certified_bound": 0.02, "measured": 0.0, "drift_detected_after": None}

@@ -1,4 +1,4 @@
-"""A certified risk holds, and a broken one is noticed, as often as they say: by simulation."""
+"""A certified bound holds, and drift is noticed, as often as claimed: by simulation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tide.calibration.bounds import (
     hoeffding_bentkus,
     learn_then_test,
 )
-from tide.watch import Watch
+from tide.risk import DriftMonitor
 
 
 @pytest.mark.parametrize("p_value", [hoeffding_bentkus, betting])
-def test_a_certified_threshold_breaks_the_risk_as_seldom_as_promised(p_value: Any) -> None:
+def test_a_certified_threshold_exceeds_the_risk_at_most_as_often_as_delta(p_value: Any) -> None:
     share, _ = violations(certified(p_value))
     assert share <= DELTA + 2 * np.sqrt(DELTA * (1 - DELTA) / 500)
 
 
-def test_the_best_looking_threshold_breaks_it_far_more_often() -> None:
+def test_the_best_looking_threshold_exceeds_it_far_more_often() -> None:
     assert violations(best_looking)[0] > 0.25
 
 
@@ -34,11 +34,12 @@ def test_betting_is_tighter_where_losses_are_small() -> None:
     assert betting(losses, RISK) < DELTA
 
 
-def test_simulated_sequences_have_the_risk_they_are_said_to_have() -> None:
+def test_simulated_sequences_have_their_stated_risk() -> None:
     losses = sequences(np.random.default_rng(5), np.array([0.01, 0.04]), 20_000)
     assert losses.mean(1) == pytest.approx([0.01, 0.04], rel=0.05)
     assert (losses[1] >= losses[0]).all()
-    assert losses[1].std() > 1.5 * np.sqrt(0.04 * 0.96 / 64)  # tokens are wrong together
+    # Errors within a sequence are correlated.
+    assert losses[1].std() > 1.5 * np.sqrt(0.04 * 0.96 / 64)
 
 
 def test_p_values_of_the_null_are_p_values() -> None:
@@ -55,21 +56,21 @@ def test_a_setting_after_the_first_that_fails_is_not_tested() -> None:
     assert learn_then_test(losses[1:], RISK, DELTA) is None
 
 
-def test_the_watch_seldom_cries_wolf() -> None:
+def test_the_drift_monitor_seldom_raises_a_false_alarm() -> None:
     assert sum(k is not None for k in alarms(RISK, 1000, 5000)) / 1000 <= DELTA
 
 
-def test_the_watch_notices_when_the_risk_doubles() -> None:
+def test_the_drift_monitor_notices_when_the_risk_doubles() -> None:
     assert median(k or 5000 for k in alarms(2 * RISK, 100, 5000)) < 250
-    watch = Watch(RISK)
-    assert watch.add(1.0) or watch.wealth > 1
-    assert watch.estimate == 1.0
-    watch.reset()
-    assert not watch.fired and watch.wealth == 1.0 and watch.estimate is None
+    monitor = DriftMonitor(RISK)
+    assert monitor.add(1.0) or monitor.wealth > 1
+    assert monitor.estimate == 1.0
+    monitor.reset()
+    assert not monitor.fired and monitor.wealth == 1.0 and monitor.estimate is None
 
 
 @pytest.mark.parametrize(("risk", "n"), [(0.01, 299), (0.02, 149), (0.05, 59)])
-def test_so_many_sequences_are_needed_even_if_nothing_differs(risk: float, n: int) -> None:
+def test_a_risk_needs_a_minimum_of_sequences_even_if_no_token_differs(risk: float, n: int) -> None:
     assert fewest_sequences(risk, 0.05) == n
     for p_value in (betting, hoeffding_bentkus):
         assert p_value(np.zeros(n - 1), risk) > 0.05

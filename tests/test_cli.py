@@ -1,8 +1,9 @@
-"""The command line does what it says, and says what went wrong."""
+"""Tests of the command line: what every command prints and writes, and its errors."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,9 +20,9 @@ from tiny import tiny_model, tiny_tokenizer
 
 def calibrate(folder: Path) -> int:
     model, texts, out = (str(folder / name) for name in ("model", "texts.txt", "router"))
-    words = ["calibrate", model, "-o", out, "--data", texts, "--new-tokens", "6", "--json"]
-    words += ["--interval", "2", "--min-layers", "2", "--vocabulary", "64", "--bottleneck", "8"]
-    return main(words)
+    arguments = ["calibrate", model, "-o", out, "--data", texts, "--new-tokens", "6", "--json"]
+    arguments += ["--interval", "2", "--min-layers", "2", "--vocabulary", "64", "--bottleneck", "8"]
+    return main(arguments)
 
 
 @pytest.fixture(scope="module")
@@ -47,63 +48,80 @@ def last_line(capsys: Any) -> Any:
 
 
 def test_assess(folder: Path, capsys: Any) -> None:
-    words = ["assess", str(folder / "model"), "--data", str(folder / "texts.txt"), "--samples", "4"]
-    assert main([*words, "--new-tokens", "6", "--json"]) == 0
+    data = ["--data", str(folder / "texts.txt"), "--samples", "4"]
+    assert main(["assess", str(folder / "model"), *data, "--new-tokens", "6", "--json"]) == 0
     found = last_line(capsys)
     assert found["documents"] == 4 and found["agreement"][-1] == 1.0 and "verdict" in found
 
 
 def test_bench(folder: Path, capsys: Any) -> None:
-    words = ["bench", str(folder / "model"), str(folder / "router")]
-    words += ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--json"]
-    assert main([*words, "--samples", "2", "--out", str(folder / "bench.json")]) == 0
+    bench = ["bench", str(folder / "model"), str(folder / "router")]
+    bench += ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--json"]
+    assert main([*bench, "--samples", "2", "--out", str(folder / "bench.json")]) == 0
     found = last_line(capsys)
     assert json.loads((folder / "bench.json").read_text()) == found
-    sides = {row["side"]: row for row in found["results"]}
-    assert list(sides) == [
-        "generate", "prompt lookup", "off", "lossless", "exit without drafts", "exit, boldness 1",
+    methods = {result["method"]: result for result in found["results"]}
+    assert list(methods) == [
+        "HF generate", "prompt lookup", "off", "lossless", "exit without drafts",
+        "exit, threshold scale 1",
     ]  # fmt: skip
-    assert sides["off"]["limit"] == 1.0 and sides["lossless"]["disagreement"] == 0
+    assert methods["off"]["ideal_speedup"] == 1.0 and methods["lossless"]["disagreement"] == 0
     html = folder / "report.html"
     report = ["report", str(folder / "bench.json"), "--html", str(html), "--png", str(folder)]
     assert main([*report, "--json"]) == 0
     assert str(html) in last_line(capsys)["written"] and (folder / "peers.png").stat().st_size
-    assert main([*words, "--samples", "4", "--attack", "--rounds", "1"]) == 0
-    assert [row["goal"] for row in last_line(capsys)["results"]] == ["wrong", "deep"]
+    assert main([*bench, "--samples", "4", "--attack", "--generations", "1"]) == 0
+    assert [result["goal"] for result in last_line(capsys)["results"]] == ["wrong", "deep"]
 
 
 def test_show(folder: Path, capsys: Any) -> None:
     model, router = str(folder / "model"), str(folder / "router")
-    for words, mode in (([router, "abcabc"], "exit"), (["abcabc"], "lossless")):
+    for inputs, mode in (([router, "abcabc"], "exit"), (["abcabc"], "lossless")):
         html = folder / f"{mode}.html"
         options = ["--new-tokens", "6", "--html", str(html), "--json"]
-        assert main(["show", model, *words, *options]) == 0
+        assert main(["show", model, *inputs, *options]) == 0
         found = last_line(capsys)
         assert found["conditions"]["mode"] == mode and len(found["tokens"]) == 6
-        assert set(found["tokens_per_second"]) == {mode, "off"}
-        assert html.read_text().count("data-says=") == 6
-    for words, message in (
-        ([router, "two", "words"], "Put the prompt in quotes"),
-        ([router], "what to ask is missing"),
+        assert set(found["tokens_per_second"]) == {mode, "HF generate"}
+        assert set(found["tokens"][0]) == {
+            "text", "depth", "score", "draft_source", "target_token",
+        }  # fmt: skip
+        assert html.read_text().count("data-details=") == 6
+    for inputs, message in (
+        ([router, "no", "quotes"], "Put the prompt in quotes"),
+        ([router], "the prompt is missing"),
         (["abc", "--mode", "exit"], "needs an artifact"),
         ([router, "abc", "--mode", "lossless", "--risk", "0.02"], "takes no --risk"),
         ([router, "abc", "--risk", "0.02"], "No certificate covers"),
         ([router, "abc", "--risk", "0.02", "--threshold", "0.5"], "not both"),
     ):
-        assert main(["show", model, *words]) == 1
+        assert main(["show", model, *inputs]) == 1
         assert message in capsys.readouterr().err
 
 
 def test_env(capsys: Any) -> None:
     assert main(["env", "--json"]) == 0
-    assert last_line(capsys)["torch"] == torch.__version__
+    found = last_line(capsys)
+    assert found["torch"] == torch.__version__ and "runner" not in found
+
+
+def test_env_names_the_runner_of_a_model(folder: Path, capsys: Any) -> None:
+    assert main(["env", "--model", str(folder / "model"), "--json"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out.strip().splitlines()[-1])
+    assert found["architecture"] == "LlamaForCausalLM" and found["layers"] == 6
+    assert found["runner"] in ("segments", "shims") and f"runner: {found['runner']}\n" in out
+    # The versions are printed even if the model cannot be run.
+    assert main(["env", "--model", str(folder / "nowhere")]) == 1
+    printed = capsys.readouterr()
+    assert "torch: " in printed.out and "cannot be loaded" in printed.err
 
 
 def test_completion_knows_every_command_and_option(capsys: Any) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert all(command in script for command in COMMANDS) and "--max-model" not in script
-    assert all(option in script for option in ("--boldness", "--html", "--uncertified"))
+    assert all(option in script for option in ("--threshold-scale", "--html", "--uncertified"))
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
@@ -113,13 +131,13 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 @pytest.mark.parametrize("moment", ["collect", "write"])
 @pytest.mark.parametrize("command", ["calibrate", "certify", "bench"])
-def test_an_interruption_leaves_nothing_half_written(
+def test_an_interrupted_command_writes_nothing_incomplete(
     folder: Path, command: str, moment: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in the middle of the work, and in the middle of writing its result."""
     router, out = folder / "router", folder / "bench.json"
-    words = ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--samples", "4"]
-    words += {"certify": ["--risk", "0.9", "--force"], "bench": ["--out", str(out)]}.get(
+    options = ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--samples", "4"]
+    options += {"certify": ["--risk", "0.9", "--force"], "bench": ["--out", str(out)]}.get(
         command, []
     )
     if command == "calibrate":
@@ -130,7 +148,7 @@ def test_an_interruption_leaves_nothing_half_written(
         raise KeyboardInterrupt
 
     if moment == "collect":
-        monkeypatch.setattr("tide.models.depth.DepthRunner.run", stop)
+        monkeypatch.setattr("tide.models.runner.DepthRunner.run", stop)
     elif command == "bench":
         monkeypatch.setattr(Path, "write_text", stop)
     else:
@@ -139,10 +157,10 @@ def test_an_interruption_leaves_nothing_half_written(
     if command == "calibrate":
         assert calibrate(folder) == 130
     else:
-        assert main([command, str(folder / "model"), str(router), *words]) == 130
+        assert main([command, str(folder / "model"), str(router), *options]) == 130
     assert "interrupted" in capsys.readouterr().err
     after = contents(folder)
-    if command == "calibrate":  # what was collected stays, to go on from
+    if command == "calibrate":  # collected states are kept, to resume from
         after = {path: text for path, text in after.items() if "router.work" not in str(path)}
     assert after == before and not out.exists()
 
@@ -155,21 +173,21 @@ def test_calibrate(folder: Path) -> None:
     assert "# TIDE artifact for model" in card and str(folder) not in card
 
 
-def test_errors_say_what_to_do(folder: Path, capsys: Any) -> None:
+def test_errors_name_the_next_step(folder: Path, capsys: Any) -> None:
     assert main(["assess", str(folder / "model"), "--data", str(folder / "nowhere.txt")]) == 1
     assert "ame a local .txt or .jsonl file" in capsys.readouterr().err
     assert main(["assess", str(folder / "nowhere")]) == 1
     assert "cannot be loaded as a causal language model" in capsys.readouterr().err
     assert main(["assess", str(folder / "modle")]) == 1
     assert f"Did you mean {folder / 'model'}?" in capsys.readouterr().err
-    for words, message in (
+    for arguments, message in (
         (["calibrat"], "Did you mean calibrate?"),
         (["show", "--newtokens", "4", "model", "prompt"], "Did you mean --new-tokens?"),
-        (["show", "model", "DIR", "--risk", "0.1", "prompt"], "'prompt' is one word too many"),
+        (["show", "model", "DIR", "--risk", "0.1", "prompt"], "unexpected argument 'prompt'"),
         ([], "COMMAND"),
     ):
         with pytest.raises(SystemExit) as stop:
-            main(words)
+            main(arguments)
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
 
@@ -181,8 +199,23 @@ def test_help_explains_every_option_with_its_default(command: str) -> None:
     for action in parser._actions:  # type: ignore[union-attr]
         assert action.help
         if action.option_strings and action.nargs != 0 and not action.required:
-            said = parser.formatter_class("")._expand_help(action)  # type: ignore[union-attr]
-            assert "(default: " in said or action.default == [], action.option_strings
+            text = parser.formatter_class("")._expand_help(action)  # type: ignore[union-attr]
+            assert "(default: " in text or action.default == [], action.option_strings
+
+
+# Words that the vocabulary replaces; see docs/glossary.md.
+_OLD_WORDS = re.compile(
+    r"\b(leav\w*|left|guess\w*|said|says|ask\w*|settle\w*|bold\w*|blend\w*|veto\w*|watch\w*|guard\w*"
+    r"|promis\w*|rounds?|sides?|bare|stock|rows?|columns?|early|plain|K and V)\b",
+    re.IGNORECASE,
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_uses_the_vocabulary(command: str) -> None:
+    commands = next(a for a in parser_of([command])._actions if a.dest == "command")
+    text = commands.choices[command].format_help()  # type: ignore[index]
+    assert not _OLD_WORDS.findall(text)
 
 
 def test_help_needs_neither_torch_nor_transformers() -> None:

@@ -1,7 +1,8 @@
-"""Every fenced block of the README and the docs runs, or says why it does not.
+"""Tests of the README and the docs: every fenced block runs or has a reason not to; links resolve.
 
-Blocks of a page run in order, in one folder and one namespace, with the local copy of the model in
-the hub's place. Pages of the docs go on where the tutorial ended: its files are in their folder.
+The blocks of a page run in order, in one folder and one namespace, with the local copy of the model
+instead of the hub's. Pages of the docs continue where the tutorial ended: their folder has its
+files.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from tide.models.fingerprint import Fingerprint
 ROOT = Path(__file__).parent.parent
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md"]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 RUN = ("python", "bash", "shell")
@@ -42,14 +44,16 @@ FENCE = re.compile(
     r"^(?P<indent> *)(?P<marks>`{3,}|~{3,})(?P<language>\S*).*?\n(?P<code>.*?)^ *(?P=marks) *$",
     re.DOTALL | re.MULTILINE,
 )
-EXCUSE = re.compile(r"<!-- not run: (.*?) -->\s*\Z")
+NOT_RUN = re.compile(r"<!-- not run: (.*?) -->\s*\Z")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
 class Block(NamedTuple):
     line: int
     language: str
     code: str
-    excuse: str | None
+    reason: str | None  # not to run it
 
 
 def blocks(text: str) -> list[Block]:
@@ -57,33 +61,33 @@ def blocks(text: str) -> list[Block]:
     found = []
     for match in FENCE.finditer(text):
         before = text[: match.start()]
-        excuse = EXCUSE.search(before)
+        reason = NOT_RUN.search(before)
         found.append(Block(before.count("\n") + 2, match["language"], dedent(match["code"]),
-                           excuse[1] if excuse else None))  # fmt: skip
+                           reason[1] if reason else None))  # fmt: skip
     return found
 
 
 def faults(text: str) -> list[str]:
-    """What is wrong with the fences of a page, line by line."""
+    """The errors in the fences of a page, each with its line."""
     found = []
     for block in blocks(text):
         if block.language not in RUN + SHOWN:
             found.append(f"{block.line}: {block.language!r} is none of {RUN + SHOWN}")
-        if block.excuse is not None and block.excuse not in REASONS:
-            found.append(f"{block.line}: {block.excuse!r} is none of {REASONS}")
-        if block.excuse is not None and block.language in SHOWN:
+        if block.reason is not None and block.reason not in REASONS:
+            found.append(f"{block.line}: {block.reason!r} is none of {REASONS}")
+        if block.reason is not None and block.language in SHOWN:
             found.append(f"{block.line}: {block.language} is not run anyway")
-    if text.count("<!-- not run:") != sum(block.excuse is not None for block in blocks(text)):
-        found.append("a 'not run' comment does not stand right before a block")
+    if text.count("<!-- not run:") != sum(block.reason is not None for block in blocks(text)):
+        found.append("a 'not run' comment is not right before a block")
     return found
 
 
 def to_run(page: Path) -> list[Block]:
-    return [b for b in blocks(page.read_text()) if b.language in RUN and b.excuse is None]
+    return [b for b in blocks(page.read_text()) if b.language in RUN and b.reason is None]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_runs_or_says_why_not(page: Path) -> None:
+def test_every_block_runs_or_has_a_reason_not_to(page: Path) -> None:
     assert faults(page.read_text()) == []
 
 
@@ -98,7 +102,7 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
         ("<!-- not run: needs a GPU -->\nSo:\n```bash\ntide\n```", "right before a block"),
     ],
 )
-def test_a_block_that_nobody_runs_is_noticed(text: str, fault: str) -> None:
+def test_a_block_that_is_never_run_is_detected(text: str, fault: str) -> None:
     (found,) = faults(text)
     assert fault in found
 
@@ -113,14 +117,14 @@ def inside(folder: Path) -> Iterator[None]:
         os.chdir(before)
 
 
-def play(page: Path, folder: Path, model: Path) -> None:
+def run_blocks(page: Path, folder: Path, model: Path) -> None:
     """Run the blocks of a page; a failure names its line."""
     names: dict[str, Any] = {"__name__": page.stem}
     with inside(folder):
         for block in to_run(page):
             code = block.code.replace(MODEL, str(model))
             if block.language == "python":
-                # Empty lines before it, so that a traceback has the lines of the page.
+                # Empty lines before it, so that a traceback has the page's line numbers.
                 exec(compile("\n" * (block.line - 1) + code, str(page), "exec"), names)
             else:
                 shell(code, f"{page.name}, line {block.line}", folder)
@@ -140,7 +144,7 @@ def shell(code: str, where: str, folder: Path) -> None:
 
 
 def tools(folder: Path) -> Path:
-    """A folder with `tide`, where this interpreter has no such script beside it."""
+    """A folder with a `tide` script, for an interpreter that has none next to it."""
     made = folder / ".tools"
     made.mkdir(exist_ok=True)
     if shutil.which("tide", path=str(Path(sys.executable).parent)) is None:
@@ -154,7 +158,7 @@ def tools(folder: Path) -> Path:
 def tutorial(smollm2_path: Path, tmp_path_factory: Any) -> Path:
     """The folder in which the tutorial ran."""
     folder: Path = tmp_path_factory.mktemp("tutorial")
-    play(TUTORIAL, folder, smollm2_path)
+    run_blocks(TUTORIAL, folder, smollm2_path)
     return folder
 
 
@@ -169,7 +173,7 @@ def test_blocks_run(page: Path, smollm2_path: Path, tmp_path: Path, request: Any
         done = request.getfixturevalue("tutorial")
         folder = shutil.copytree(done, tmp_path / "page")
     if page != TUTORIAL:
-        play(page, folder, smollm2_path)
+        run_blocks(page, folder, smollm2_path)
 
 
 def test_the_api_page_shows_every_public_name() -> None:
@@ -181,3 +185,32 @@ def test_the_artifact_page_names_every_key() -> None:
     page = (ROOT / "docs" / "artifact.md").read_text()
     header = Artifact(Fingerprint("", "", ""), hidden_size=1)._header()
     assert [key for key in (*header, "digest") if f"| `{key}` |" not in page] == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown makes them; nothing in a fence is a heading."""
+    text = FENCE.sub("", page.read_text())
+    return {
+        re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+        for title in HEADING.findall(text)
+    }
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """The relative links of a page that lead nowhere."""
+    found = []
+    for path, anchor in LINK.findall(FENCE.sub("", text)):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(f"{path}#{anchor}" if anchor else path)
+    return found
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page, page.read_text()) == []
+
+
+def test_a_broken_link_is_detected() -> None:
+    text = "[a](no.md) [b](tutorial.md#no) [c](#no) [d](tutorial.md#certify) [e](https://no.no/x)"
+    assert broken_links(ROOT / "docs" / "index.md", text) == ["no.md", "tutorial.md#no", "#no"]

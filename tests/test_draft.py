@@ -1,4 +1,4 @@
-"""An exit as a checkpoint of its own says what the exit says."""
+"""An exported exit predicts the tokens that the exit predicts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tide.integrations.draft import export_draft
 from tide.models.attach import attach
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
+from tide.models.tokens import TokenBatch
 from tiny import tiny_model, tiny_tokenizer
 
 
@@ -36,20 +37,22 @@ def made(model: Any) -> Artifact:
 
 
 @torch.no_grad()
-def test_the_draft_says_what_the_exit_says(model: Any, made: Artifact, tmp_path: Path) -> None:
+def test_the_draft_model_predicts_the_tokens_of_the_exit(
+    model: Any, made: Artifact, tmp_path: Path
+) -> None:
     share = export_draft(model, made, 3, tmp_path)
     draft = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(draft.model.layers) == 3 and 0.4 < share < 1
     ids = torch.randint(3, 90, (4, 12), generator=torch.Generator().manual_seed(0))
-    with attach(model, check=False) as runner:
-        states = runner.run(ids, 0, 3, cache=runner.new_cache(4))
-        readout = Readout(runner.parts.norm, runner.parts.head, runner.config)
-        said = readout(made.checkpoints[0].head.lift(states)).argmax(-1)
-    assert torch.equal(draft(ids).logits.argmax(-1), said)
+    runner = attach(model, check=False)
+    states = runner.run(TokenBatch(ids), 0, 3, cache=runner.new_cache(4))
+    readout = Readout(runner.parts.norm, runner.parts.head, runner.config)
+    predicted = readout(made.checkpoints[0].head.transform(states)).argmax(-1)
+    assert torch.equal(draft(ids).logits.argmax(-1), predicted)
 
 
-def test_what_cannot_be_exported_is_refused(model: Any, made: Artifact, tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"no exit after 4 layers; there are \[3\]"):
+def test_an_exit_that_cannot_be_exported_raises(model: Any, made: Artifact, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"no exit after 4 layers; there are exits after \[3\]"):
         export_draft(model, made, 4, tmp_path)
     other = tiny_model("gpt2")
     with pytest.raises(ArtifactError, match="made for another model"):
@@ -63,7 +66,7 @@ def test_command(model: Any, made: Artifact, tmp_path: Path, capsys: Any) -> Non
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    made.fingerprint = fingerprint(stored, locate(stored))  # saving adds to the config
+    made.fingerprint = fingerprint(stored, locate(stored))  # saving changes the config
     made.save(tmp_path / "exits")
     folders = [str(tmp_path / name) for name in ("model", "exits", "draft")]
     assert main(["export-draft", *folders[:2], "-o", folders[2], "--json"]) == 0

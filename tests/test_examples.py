@@ -1,4 +1,4 @@
-"""Every example runs as it is, in a process of its own, and says what it should."""
+"""Tests that every example runs unchanged, in its own process, and prints what it should."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.xdist_group("smollm2")
 real = pytest.mark.real
 
 
-def example(name: str, *words: Any, code: int = 0, stdin: str = "", **environment: str) -> str:
+def example(name: str, *arguments: Any, code: int = 0, stdin: str = "", **environment: str) -> str:
     """What an example prints."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *map(str, words)],
+        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
         input=stdin,
         capture_output=True,
         text=True,
@@ -50,13 +50,14 @@ def test_quickstart(smollm2_path: Path, small_artifact: Path) -> None:
     assert out.count("One, two, three, four, one, two,") == 2
     exited = [int(n) for n in re.findall(r"Total tokens: 48, Exited: (\d+)", out)]
     assert exited[0] == 0 and exited[1] > 0
-    assert re.search(r"Audit: \d+ of \d+ early tokens differed", out)
+    assert re.search(r"Audit: \d+ of \d+ exited tokens differed", out)
 
 
 @real
 def test_any_model(smollm2_path: Path, tmp_path: Path) -> None:
     out = example("any_model.py", "--model", smollm2_path, "--new-tokens", 6)
-    assert "LlamaForCausalLM: 30 layers" in out and "Half of the tokens are settled after" in out
+    assert re.search("LlamaForCausalLM: 30 layers, runner: (segments|shims)", out)
+    assert "Half of the tokens agree with full depth after" in out
     config = BloomConfig(vocab_size=32, hidden_size=8, n_layer=2, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     out = example("any_model.py", "--model", tmp_path, code=1)
@@ -67,13 +68,15 @@ def test_any_model(smollm2_path: Path, tmp_path: Path) -> None:
 def test_tune_threshold(smollm2_path: Path, small_artifact: Path) -> None:
     out = example(
         "tune_threshold.py", "--model", smollm2_path, "--artifact", small_artifact,
-        "--thresholds", 1.1, 0.5, "--boldness", 0.1, 8, "--new-tokens", 16,
+        "--thresholds", 1.1, 0.5, "--threshold-scale", 0.1, 8, "--new-tokens", 16,
     )  # fmt: skip
-    row = r"(exit_threshold|boldness) +([\d.]+) +([\d.]+)% +(-?[\d.]+)% +(\d+) of \d+ tokens"
-    never, half, timid, bold = re.findall(row, out)
-    assert never[2] == "0.0" and never[4] == "0"  # no token can be as sure as that
+    line = (
+        r"(exit_threshold|threshold_scale) +([\d.]+) +([\d.]+)% +(-?[\d.]+)% +(\d+) of \d+ tokens"
+    )
+    never, half, cautious, aggressive = re.findall(line, out)
+    assert never[2] == "0.0" and never[4] == "0"  # no confidence is that high
     assert float(half[2]) > 0 and float(half[3]) > float(never[3])
-    assert float(bold[2]) > float(timid[2]) and int(bold[4]) > int(timid[4])
+    assert float(aggressive[2]) > float(cautious[2]) and int(aggressive[4]) > int(cautious[4])
 
 
 @real
@@ -94,9 +97,9 @@ def test_chat(smollm2_path: Path, small_artifact: Path) -> None:
         stdin="Why is the sea salty?\nTell me more.\n",
     )  # fmt: skip
     assert re.search("sea|salt", out)
-    passes = re.findall(r"\n\[(\d+) tokens in (\d+) passes\]", out)
-    assert len(passes) == 2
-    assert all(0 < int(rounds) <= int(tokens) <= 24 for tokens, rounds in passes)
+    answers = re.findall(r"\n\[(\d+) tokens in (\d+) steps\]", out)
+    assert len(answers) == 2
+    assert all(0 < int(steps) <= int(tokens) <= 24 for tokens, steps in answers)
 
 
 @real
@@ -115,24 +118,26 @@ def test_certify_your_task(smollm2_path: Path, tmp_path: Path) -> None:
 
 @real
 def test_audit_in_production(smollm2_path: Path, certified_artifact: Path, tmp_path: Path) -> None:
-    """A promise that cannot hold: exits are far too bold for it, so the alarm goes off."""
+    """Exits that are far too aggressive for their bound, so that drift is detected."""
     made = Artifact.load(certified_artifact)
-    (held,) = made.certificates
+    (certificate,) = made.certificates
     made.certificates = [
-        replace(held, risk=0.001, boldness=50.0, kv_cache_strategy="deferred", dtype=dtype)
+        replace(
+            certificate, risk=0.001, threshold_scale=50.0, kv_cache_strategy="deferred", dtype=dtype
+        )
         for dtype in ("float32", "bfloat16")  # whichever the stored model has
     ]
-    made.save(tmp_path / "rash")
+    made.save(tmp_path / "aggressive")
     (tmp_path / "requests.txt").write_text("\n".join(questions("ice, a drum")))
     out = example(
-        "audit_in_production.py", "--model", smollm2_path, "--artifact", tmp_path / "rash",
+        "audit_in_production.py", "--model", smollm2_path, "--artifact", tmp_path / "aggressive",
         "--risk", 0.001, "--prompts", tmp_path / "requests.txt", "--new-tokens", 16,
     )  # fmt: skip
     before, after = out.split("WARNING drift: ")
-    assert re.search(r"[1-9]\d* left early, [1-9]\d* differed", before)
+    assert re.search(r"[1-9]\d* exited, [1-9]\d* differed", before)
     assert "tide certify" in after
-    left = re.findall(r"INFO \d+ tokens, (\d+) left early", after)
-    assert len(left) > 1 and set(left[1:]) == {"0"}  # the first is the request that gave the alarm
+    exited = re.findall(r"INFO \d+ tokens, (\d+) exited", after)
+    assert len(exited) > 1 and set(exited[1:]) == {"0"}  # the first request is the one that drifted
 
 
 @real

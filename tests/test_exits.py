@@ -1,4 +1,4 @@
-"""Mode `exit`: what leaves is counted, checked later, and K and V end up exact."""
+"""Mode `exit`: exited tokens are counted and audited, and the KV cache ends up exact."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from scenarios import error
 from test_generate import GREEDY, NEW, WrongHead, artifact, engine, prompts
 from tide.config import TIDEConfig
-from tide.decode.loop import DepthDecoder
+from tide.decode.loop import DecodeLoop
+from tide.decode.sequence import SequenceState
 from tide.engine import TIDE
 from tide.exits.policy import ScriptedPolicy
+from tide.models.tokens import TokenBatch
 from tiny import FAMILIES, tiny_model
 
 
@@ -24,7 +26,7 @@ def test_a_script_that_exits_is_what_the_counters_show() -> None:
         layer.register_forward_pre_hook(lambda *_, i=i: calls.__setitem__(i, calls[i] + 1))
     tide.generate(**prompts(1), **GREEDY, eos_token_id=None)
     stats = tide.last_stats
-    # The prompt at full depth, then every token leaves after layer 1; nothing goes deeper.
+    # The prompt at full depth, then every token exits after layer 1; nothing goes deeper.
     assert calls == [NEW, NEW, 1, 1, 1, 1]
     assert stats.layers_run == sum(calls)
     assert stats.layers_full == NEW * 6
@@ -34,7 +36,7 @@ def test_a_script_that_exits_is_what_the_counters_show() -> None:
     assert stats.audited == 0
 
 
-def test_the_cap_sends_what_waits_down() -> None:
+def test_the_cap_sends_pending_tokens_to_full_depth() -> None:
     tide = engine(tiny_model("llama"), "exit", "always", drafts=(), max_pending=4)
     tide.generate(**prompts(1), **GREEDY, eos_token_id=None)
     stats = tide.last_stats
@@ -44,7 +46,7 @@ def test_the_cap_sends_what_waits_down() -> None:
     assert stats.audited == 4 * deep
 
 
-def test_audit_tail_checks_every_early_token() -> None:
+def test_audit_tail_audits_every_exited_token() -> None:
     for policy, differed in (("always", None), ("adversarial", NEW - 1)):
         tide = engine(tiny_model("llama"), "exit", policy, drafts=(), audit_tail=True)
         tide.generate(**prompts(1), **GREEDY, eos_token_id=None)
@@ -54,12 +56,12 @@ def test_audit_tail_checks_every_early_token() -> None:
 
 
 @pytest.mark.parametrize("drafts", [(), ("context",)])
-def test_audit_tail_finds_those_that_wait_deeper(drafts: tuple[str, ...]) -> None:
+def test_audit_tail_finds_tokens_that_wait_deeper(drafts: tuple[str, ...]) -> None:
     tide = TIDE(
         tiny_model("llama"),
         artifact(),
         TIDEConfig(min_layers=0, audit_tail=True, drafts=drafts),
-        policy=ScriptedPolicy(lambda place, checkpoint: checkpoint == 1),
+        policy=ScriptedPolicy(lambda at, checkpoint: checkpoint == 1),
         allow_mismatch=True,
         check=False,
     )
@@ -69,65 +71,58 @@ def test_audit_tail_finds_those_that_wait_deeper(drafts: tuple[str, ...]) -> Non
 
 @pytest.mark.parametrize("kv", ["deferred", "propagate", "zero_pad"])
 @pytest.mark.parametrize("drafts", [(), ("context",)])
-def test_a_row_does_not_depend_on_its_batch_mates(kv: str, drafts: tuple[str, ...]) -> None:
+def test_a_sequence_does_not_depend_on_the_others_of_its_batch(
+    kv: str, drafts: tuple[str, ...]
+) -> None:
     model = tiny_model("llama")
     batch = prompts(4)
 
-    def run(rows: list[int]) -> list[list[int]]:
+    def run(sequences: list[int]) -> list[list[int]]:
         tide = TIDE(
             model,
             artifact(),
             TIDEConfig(mode="exit", min_layers=0, kv_cache_strategy=kv, drafts=drafts),
-            policy=ScriptedPolicy(lambda place, c: (place.position * 5 + c) % 3 == 0),
+            policy=ScriptedPolicy(lambda at, c: (at.position * 5 + c) % 3 == 0),
             allow_mismatch=True,
             check=False,
         )
-        out = tide.generate(**{k: v[rows] for k, v in batch.items()}, **GREEDY, eos_token_id=None)
+        some = {name: given[sequences] for name, given in batch.items()}
+        out = tide.generate(**some, **GREEDY, eos_token_id=None)
         return out[:, 9:].tolist()
 
     together = run([0, 1, 2, 3])
-    assert [run([row])[0] for row in range(4)] == together
+    assert [run([s])[0] for s in range(4)] == together
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_after_a_flush_kv_is_that_of_a_full_forward(family: str, monkeypatch: Any) -> None:
-    decoders: list[DepthDecoder] = []
-    initialise = DepthDecoder.__init__
+def test_after_a_deep_pass_kv_is_that_of_a_full_forward(family: str, monkeypatch: Any) -> None:
+    kept: list[tuple[DecodeLoop, list[SequenceState]]] = []
+    end_step = DecodeLoop.end_step
 
-    def remember(self: DepthDecoder, *args: Any, **kwargs: Any) -> None:
-        initialise(self, *args, **kwargs)
-        decoders.append(self)
+    def remember(self: DecodeLoop) -> None:
+        # Finished sequences are dropped with their waterlines; audit_tail runs all of them to full
+        # depth before that. Here all end together, in the last step.
+        kept.append((self, list(self.batch.sequences)))
+        end_step(self)
 
-    monkeypatch.setattr(DepthDecoder, "__init__", remember)
-    # The last row to finish is dropped with its waterlines; audit_tail flushes it before that.
-    monkeypatch.setattr(DepthDecoder, "_end_step", _keep_rows(DepthDecoder._end_step))
+    monkeypatch.setattr(DecodeLoop, "end_step", remember)
     tide = engine(tiny_model(family), "exit", "random", audit_tail=True, drafts=())
     tide.generate(**prompts(4), **GREEDY, eos_token_id=None)
-    (decoder,) = decoders
-    runner = tide.runner
-    for r, row in enumerate(decoder.kept_rows):  # type: ignore[attr-defined]
-        fed = row.tokens[:-1]
-        with runner:
-            plain = runner.new_cache(1)
-            runner.run(torch.tensor([fed]), 0, 6, cache=plain)
+    loop, sequences = kept[-1]
+    assert len(sequences) == 4
+    for i, sequence in enumerate(sequences):
+        fed = sequence.tokens[:-1]
+        alone = tide.runner.new_cache(1)
+        tide.runner.run(TokenBatch(torch.tensor([fed])), 0, 6, cache=alone)
         for layer in range(6):
-            for got, expected in zip(
-                decoder.cache.read(layer, r), plain.read(layer, 0), strict=True
-            ):
+            pairs = zip(loop.batch.cache.read(layer, i), alone.read(layer, 0), strict=True)
+            for got, expected in pairs:
                 assert got.shape == expected.shape
                 assert error(got, expected) <= 1e-5
 
 
-def _keep_rows(end_step: Any) -> Any:
-    def wrapped(self: Any) -> None:
-        self.kept_rows = list(self.rows)
-        end_step(self)
-
-    return wrapped
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_propagate_and_zero_pad_skip_layers_for_good(family: str) -> None:
+def test_propagate_and_zero_pad_never_run_the_skipped_layers(family: str) -> None:
     for kv in ("propagate", "zero_pad"):
         tide = engine(tiny_model(family), "exit", "always", drafts=(), kv_cache_strategy=kv)
         tide.generate(**prompts(2), **GREEDY, eos_token_id=None)
@@ -137,7 +132,7 @@ def test_propagate_and_zero_pad_skip_layers_for_good(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_never_leaving_is_plain_generation(family: str) -> None:
+def test_without_exits_it_equals_generate(family: str) -> None:
     model = tiny_model(family)
     kwargs = {**prompts(4), **GREEDY, "eos_token_id": None}
     expected = model.generate(**kwargs)
@@ -145,28 +140,6 @@ def test_never_leaving_is_plain_generation(family: str) -> None:
         tide = engine(model, "exit", "never", kv_cache_strategy=kv, drafts=())
         assert torch.equal(tide.generate(**kwargs), expected)
         assert tide.last_stats.exit_rate == 0
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_tail_over_all_layers_above_the_checkpoint_is_the_full_model(family: str) -> None:
-    """A tail that skips nothing must say what full depth says, with its provisional K and V."""
-    model = tiny_model(family)
-    kwargs = {**prompts(4), **GREEDY, "eos_token_id": None}
-    expected = model.generate(**kwargs)
-    tail = artifact(strategy="tail", tail_layers=4)
-    tail.checkpoints = tail.checkpoints[:1]  # after layer 1; the tail is layers 2 to 5
-    for max_pending in (3, 100):
-        tide = TIDE(
-            model,
-            tail,
-            TIDEConfig(min_layers=0, max_pending=max_pending, audit_tail=True, drafts=()),
-            policy=ScriptedPolicy(lambda place, c: place.position % 5 != 0),
-            allow_mismatch=True,
-            check=False,
-        )
-        assert torch.equal(tide.generate(**kwargs), expected)
-        assert tide.last_stats.exit_rate > 0.5
-        assert tide.last_stats.differed == 0 < tide.last_stats.audited
 
 
 def test_zero_pad_is_not_propagate() -> None:
@@ -180,18 +153,18 @@ def test_zero_pad_is_not_propagate() -> None:
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_drafts_in_exit_mode_do_not_change_what_is_said() -> None:
+def test_drafts_in_exit_mode_do_not_change_the_output() -> None:
     model = tiny_model("llama")
     kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 60, "eos_token_id": None}
-    plain = engine(model, "exit", "random", drafts=())
+    undrafted = engine(model, "exit", "random", drafts=())
     drafting = engine(model, "exit", "random", drafts=("context",))
-    assert torch.equal(plain.generate(**kwargs), drafting.generate(**kwargs))
+    assert torch.equal(undrafted.generate(**kwargs), drafting.generate(**kwargs))
     assert sum(drafting.last_stats.accepted.values()) > 0
-    assert drafting.last_stats.rounds < plain.last_stats.rounds
+    assert drafting.last_stats.steps < undrafted.last_stats.steps
 
 
 def test_wrong_heads_are_wrong() -> None:
-    """The adversarial policy of other tests is only as good as this."""
+    """Other tests rely on this: the adversarial policy drafts tokens that are never accepted."""
     tide = engine(
         tiny_model("llama"), "lossless", "adversarial", drafts=("exit",), fixed_drafts=True
     )

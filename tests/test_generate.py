@@ -1,4 +1,4 @@
-"""`off` and `lossless` give exactly what `model.generate` gives, whatever the exits do."""
+"""`off` and `lossless` equal `model.generate` token for token, whatever the exits do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import ExitHead
-from tide.exits.policy import Place, ScriptedPolicy
+from tide.exits.policy import ScriptedPolicy, TokenPosition
 from tide.models.fingerprint import Fingerprint
 from tiny import FAMILIES, VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -20,35 +20,40 @@ NEW = 24
 
 
 class WrongHead(ExitHead):
-    """An exit head that never says what the model would: it turns the state around."""
+    """An exit head that never predicts what the model does: it negates the state."""
 
-    def lift(self, hidden: Tensor) -> Tensor:
+    def transform(self, hidden: Tensor) -> Tensor:
         return -hidden
 
 
-def artifact(
-    head: type[ExitHead] = ExitHead, strategy: str = "identity", **kwargs: Any
-) -> Artifact:
+def artifact(head: type[ExitHead] = ExitHead, strategy: str = "identity") -> Artifact:
     """Exits after layers 1 and 3 of a tiny model."""
-    checkpoints = [Checkpoint(layer, head(strategy, 32, **kwargs)) for layer in (1, 3)]
+    checkpoints = [Checkpoint(layer, head(strategy, 32)) for layer in (1, 3)]
     return Artifact(Fingerprint("", "", ""), 32, checkpoints)
 
 
-def scattered(place: Place, checkpoint: int) -> bool:
-    return (place.row * 7 + place.position * 5 + checkpoint * 3) % 4 < 2
+def scattered(at: TokenPosition, checkpoint: int) -> bool:
+    return (at.sequence * 7 + at.position * 5 + checkpoint * 3) % 4 < 2
 
 
 POLICIES: dict[str, tuple[Any, type[ExitHead]]] = {
-    "always": (lambda place, checkpoint: True, ExitHead),
-    "never": (lambda place, checkpoint: False, ExitHead),
+    "always": (lambda at, checkpoint: True, ExitHead),
+    "never": (lambda at, checkpoint: False, ExitHead),
     "random": (scattered, ExitHead),
-    "adversarial": (lambda place, checkpoint: True, WrongHead),
+    "adversarial": (lambda at, checkpoint: True, WrongHead),
 }
 
 
-def engine(model: Any, mode: str, policy: str = "random", **config: Any) -> TIDE:
+def engine(
+    model: Any, mode: str, policy: str = "random", *, fixed_drafts: bool = False, **config: Any
+) -> TIDE:
+    """An engine with scripted exits.
+
+    Args:
+        fixed_drafts: draft as many tokens as allowed, whether that pays or not.
+    """
     script, head = POLICIES[policy]
-    return TIDE(
+    made = TIDE(
         model,
         artifact(head),
         TIDEConfig(mode=mode, min_layers=0, **config),
@@ -56,41 +61,43 @@ def engine(model: Any, mode: str, policy: str = "random", **config: Any) -> TIDE
         allow_mismatch=True,
         check=False,
     )
+    made.drafter.fixed = fixed_drafts
+    return made
 
 
-def prompts(rows: int) -> dict[str, Tensor]:
+def prompts(sequences: int) -> dict[str, Tensor]:
     """A left-padded batch."""
-    generator = torch.Generator().manual_seed(rows)
-    ids = torch.randint(3, VOCABULARY, (rows, 9), generator=generator)
+    generator = torch.Generator().manual_seed(sequences)
+    ids = torch.randint(3, VOCABULARY, (sequences, 9), generator=generator)
     mask = torch.ones_like(ids)
-    for row in range(1, rows):
-        mask[row, : 2 * row] = 0
-        ids[row, : 2 * row] = 0
+    for s in range(1, sequences):
+        mask[s, : 2 * s] = 0
+        ids[s, : 2 * s] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {"eos_token_id": None},
+    "greedy": {"eos_token_id": None},
     "processors": {"repetition_penalty": 1.3, "min_new_tokens": 6, "eos_token_id": [5, 40]},
     "stop strings": {"repetition_penalty": 1.3, "eos_token_id": None},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_off_and_lossless_equal_generate(family: str, rows: int, options: str) -> None:
+def test_off_and_lossless_equal_generate(family: str, sequences: int, options: str) -> None:
     model = tiny_model(family)
-    kwargs = {**prompts(rows), **GREEDY, **OPTIONS[options]}
+    kwargs = {**prompts(sequences), **GREEDY, **OPTIONS[options]}
     expected = model.generate(**kwargs)
     if options == "stop strings":
         tokenizer = tiny_tokenizer()
-        # Two tokens from the middle of the last row: it ends there, the others when they may.
+        # Two tokens from the middle of the last sequence: it ends there, the others when they may.
         stop = tokenizer.decode(expected[-1, -12:-10])
         kwargs |= {"stop_strings": [stop], "tokenizer": tokenizer, "eos_token_id": [96]}
         expected = model.generate(**kwargs)
-        assert rows > 1 or expected.shape[1] < 9 + NEW
+        assert sequences > 1 or expected.shape[1] < 9 + NEW
     assert torch.equal(engine(model, "off").generate(**kwargs), expected)
     for policy in POLICIES:
         for fixed in (True, False):

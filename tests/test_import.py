@@ -18,7 +18,7 @@ def seconds(code: str) -> float:
 
 def test_import_costs_at_most_a_fifth_more_than_torch() -> None:
     runs = [(seconds("import tide"), seconds("import torch")) for _ in range(5)]
-    ours, torchs = (statistics.median(column) for column in zip(*runs, strict=True))
+    ours, torchs = (statistics.median(times) for times in zip(*runs, strict=True))
     assert ours <= 1.2 * torchs
 
 

@@ -1,4 +1,4 @@
-"""TIDE as a model of lm-evaluation-harness, on task files of our own and without the hub."""
+"""TIDE as a model of lm-evaluation-harness, on local task files and without the hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUESTIONS = [
     ("Snow is white, grass is", ["green", "a thing that nobody has ever seen in the open"]),
 ]
 TASKS = {
-    "told": """
+    "generated": """
 output_type: generate_until
 doc_to_text: "{{text}}"
 doc_to_target: "{{choices[0]}}"
@@ -39,7 +39,7 @@ doc_to_target: 0
 doc_to_choice: choices
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
-    "read": """
+    "rolling": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}} {{choices[1]}}"
@@ -52,8 +52,8 @@ metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "questions.jsonl"
-    rows = [{"text": text, "choices": choices} for text, choices in QUESTIONS]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps({"text": text, "choices": choices}) for text, choices in QUESTIONS]
+    data.write_text("\n".join(lines) + "\n")
     for name, yaml in TASKS.items():
         where = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\n"
         (folder / f"{name}.yaml").write_text(f"task: {name}\ntest_split: test\n{where}{yaml}")
@@ -61,7 +61,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Runs:
-    """Runs of the harness on one model in fp32, kept."""
+    """Cached runs of the harness on one model in fp32."""
 
     def __init__(self, model: Any, tokenizer: Any, tasks: Path) -> None:
         from lm_eval.tasks import TaskManager
@@ -83,7 +83,7 @@ class Runs:
                 list(TASKS),
                 batch_size=batch,
                 task_manager=self.tasks,
-                bootstrap_iters=0,  # its processes are forked, beside threads of ours
+                bootstrap_iters=0,  # else it forks a process that has threads
             )
         return self.made[key]
 
@@ -104,44 +104,44 @@ def scores(results: Any) -> list[float]:
 
 @pytest.mark.real
 @pytest.mark.parametrize("mode", ["off", "lossless"])
-def test_off_and_lossless_are_the_stock_model_to_the_bit(run: Runs, mode: str) -> None:
-    stock, ours = run("hf"), run("tide", mode=mode)
-    assert ours["results"] == stock["results"]
+def test_off_and_lossless_equal_the_hf_model_to_the_bit(run: Runs, mode: str) -> None:
+    baseline, ours = run("hf"), run("tide", mode=mode)
+    assert ours["results"] == baseline["results"]
     for task in TASKS:
-        assert answers(ours, task) == answers(stock, task)
-    told = [text for ((text,),) in answers(stock, "told")]
-    assert len({len(text) for text in told}) > 2  # the stop sequence ends rows at different places
+        assert answers(ours, task) == answers(baseline, task)
+    texts = [text for ((text,),) in answers(baseline, "generated")]
+    assert len({len(text) for text in texts}) > 2  # stop sequences end them at different lengths
     found = ours["config"]["tide"]
     assert found["mode"] == mode and found["exits"] is None and found["scored"] == {}
-    said = found["generated"]
-    assert said["total_tokens"] > 40 and said["exited_tokens"] == 0
+    generated = found["generated"]
+    assert generated["total_tokens"] > 40 and generated["exited_tokens"] == 0
     if mode == "off":
-        assert said["layers_run"] == said["layers_full"]
+        assert generated["layers_run"] == generated["layers_full"]
 
 
 @pytest.mark.real
-def test_exits_are_taken_and_counted(run: Runs, small_artifact: Path) -> None:
+def test_tokens_exit_and_are_counted(run: Runs, small_artifact: Path) -> None:
     args = {"artifact": str(small_artifact), "mode": "exit", "exit_threshold": 0.5}
     with pytest.warns(UserWarning, match="covered by no certificate"):
         ours = run("tide", **args)
     found = ours["config"]["tide"]
     assert found["exit_threshold"] == 0.5 and len(found["exits"]) == 16
-    said, read = found["generated"], found["scored"]
-    assert 0 < said["exit_rate"] < 1 and 0 < said["differed"] <= said["audited"]
-    assert said["audited"] == said["exited_tokens"]
-    assert 0 < read["exit_rate"] < 1 and 0 < read["layers_saved"] < 1
-    # Padding is not counted: what is scored are all tokens of prompt and choice but the last.
+    generated, scored = found["generated"], found["scored"]
+    assert 0 < generated["exit_rate"] < 1 and 0 < generated["differed"] <= generated["audited"]
+    assert generated["audited"] == generated["exited_tokens"]
+    assert 0 < scored["exit_rate"] < 1 and 0 < scored["layers_saved"] < 1
+    # Padding is not counted: all tokens of prompt and choice are scored, except the last.
     encode = run.given["tokenizer"].encode
     chosen = [encode(f"{text} {choice}") for text, choices in QUESTIONS for choice in choices]
     rolled = [encode(f"{text} {choices[1]}") for text, choices in QUESTIONS]
-    assert read["total_tokens"] == sum(len(t) - 1 for t in chosen) + sum(map(len, rolled))
-    # Words that the exit heads do not read have a score, and exits move scores.
+    assert scored["total_tokens"] == sum(len(t) - 1 for t in chosen) + sum(map(len, rolled))
+    # Tokens outside the reduced vocabulary have a score too, and exits change scores.
     assert all(math.isfinite(score) for score in scores(ours))
     assert scores(ours) != scores(run("hf"))
-    # Right padding, and what else is in the batch, do not.
+    # Right padding and the rest of the batch do not.
     alone = run("tide", batch=1, **args)
     assert scores(alone) == pytest.approx(scores(ours), abs=1e-3)
-    assert alone["config"]["tide"]["scored"] == read
+    assert alone["config"]["tide"]["scored"] == scored
 
 
 @pytest.mark.real
@@ -161,11 +161,11 @@ def test_a_risk_needs_its_certificate(run: Runs, certified_artifact: Path) -> No
         ({"mode": "exit"}, "needs artifact=DIR"),
         ({"exit_threshold": 0.9}, "exit_threshold is for mode=exit"),
         ({"mode": "off", "risk": 0.02, "artifact": "DIR"}, "risk is for mode=exit"),
-        ({"risk": 0.02, "exit_threshold": 0.9, "artifact": "DIR"}, "Leave one of them out"),
+        ({"risk": 0.02, "exit_threshold": 0.9, "artifact": "DIR"}, "Remove one of them"),
         ({"mode": "exit", "artifact": "DIR", "mixed_precision_dtype": "bfloat16"}, "Give dtype"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
+def test_contradicting_options_raise_before_a_model_is_loaded(
     args: dict[str, Any], message: str
 ) -> None:
     from tide.integrations.lm_eval import TIDELM
@@ -174,8 +174,8 @@ def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
         TIDELM("no/model", **args)
 
 
-def test_the_entry_point_names_what_is_registered() -> None:
-    """Its main branch looks there; `tide eval` is for releases up to 0.4.13."""
+def test_the_entry_point_names_the_registered_class() -> None:
+    """The harness's main branch reads it; `tide eval` is for releases up to 0.4.13."""
     from lm_eval.api.registry import get_model
 
     from tide.integrations.lm_eval import TIDELM
@@ -185,20 +185,19 @@ def test_the_entry_point_names_what_is_registered() -> None:
 
 
 @pytest.mark.real
-def test_tide_eval_is_the_harness_with_us_in_it(
+def test_tide_eval_runs_the_harness_with_tide_registered(
     smollm2_path: Path, tasks: Path, tmp_path: Path, run: Runs
 ) -> None:
-    words = f"eval --model_args pretrained={smollm2_path},dtype=float32 --tasks told --device cpu"
-    words += f" --batch_size 4 --include_path {tasks} --output_path {tmp_path} --log_samples"
-    assert main(words.split()) == 0
+    command = f"eval --model_args pretrained={smollm2_path},dtype=float32 --tasks generated"
+    command += f" --device cpu --batch_size 4 --include_path {tasks} --output_path {tmp_path}"
+    assert main([*command.split(), "--log_samples"]) == 0
     (written,) = tmp_path.rglob("results_*.json")
     document = json.loads(written.read_text())
     assert document["config"]["model"] == "tide"
     assert document["config"]["tide"]["mode"] == "lossless"
-    stock = run("hf")["results"]["told"]["exact_match,none"]
-    assert document["results"]["told"]["exact_match,none"] == stock
-    (samples,) = tmp_path.rglob("samples_told_*.jsonl")
+    baseline = run("hf")["results"]["generated"]["exact_match,none"]
+    assert document["results"]["generated"]["exact_match,none"] == baseline
+    (samples,) = tmp_path.rglob("samples_generated_*.jsonl")
     ours = [json.loads(line) for line in samples.read_text().splitlines()]
-    assert [row["resps"] for row in sorted(ours, key=lambda row: row["doc_id"])] == answers(
-        run("hf"), "told"
-    )
+    ours.sort(key=lambda sample: sample["doc_id"])
+    assert [sample["resps"] for sample in ours] == answers(run("hf"), "generated")

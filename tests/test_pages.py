@@ -1,4 +1,4 @@
-"""Pages in a real browser, at the width of a phone and of a desk: nothing overflows or fails."""
+"""Tests of the pages in a real browser, on a phone and a desktop: nothing overflows or fails."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from test_show import early, engine, side, trace, write
+from test_show import engine, exits, method, trace, write
 from tide.cli import main
 from tide.report.page import trace_page
 
 sync_api = pytest.importorskip("playwright.sync_api")
-WIDTHS = {"phone": 360, "desk": 1280}
+WIDTHS = {"phone": 360, "desktop": 1280}
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +30,10 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(params=WIDTHS.values(), ids=WIDTHS)
 def open_page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     page = browser.new_page(viewport={"width": request.param, "height": 800})
-    wrong: list[str] = []
-    page.on("console", lambda message: wrong.append(message.text))
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("request", lambda r: None if r.url.startswith("file:") else wrong.append(r.url))
+    errors: list[str] = []
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda r: None if r.url.startswith("file:") else errors.append(r.url))
 
     def visit(path: Path) -> Any:
         page.goto(path.as_uri())
@@ -42,7 +42,7 @@ def open_page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
 
     yield visit
     page.close()
-    assert not wrong
+    assert not errors
 
 
 def test_show(open_page: Any, tmp_path: Path) -> None:
@@ -51,27 +51,27 @@ def test_show(open_page: Any, tmp_path: Path) -> None:
     page = open_page(tmp_path / "show.html")
     tokens, details = page.locator(".text .token"), page.locator(".details")
     assert tokens.count() == len(shown.pieces)
-    left = next(i for i, piece in enumerate(shown.pieces) if piece.score is not None)
-    tokens.nth(left).hover()
-    assert "left after" in details.inner_text() and "the gate gave it" in details.inner_text()
+    exited = next(i for i, piece in enumerate(shown.pieces) if piece.score is not None)
+    tokens.nth(exited).hover()
+    assert "exited after" in details.inner_text() and "gate score" in details.inner_text()
     # Without a mouse, and without colours.
-    tokens.nth(left).focus()
+    tokens.nth(exited).focus()
     page.keyboard.press("ArrowRight")
-    assert details.inner_text().startswith(f"Token {left + 2},")
-    number = tokens.nth(left).locator("sub")
+    assert details.inner_text().startswith(f"Token {exited + 2},")
+    number = tokens.nth(exited).locator("sub")
     assert not number.is_visible()
     page.locator("#numbers").check()
     assert number.is_visible()
-    assert "underline" in tokens.nth(left).evaluate("e => getComputedStyle(e).textDecorationLine")
+    assert "underline" in tokens.nth(exited).evaluate("e => getComputedStyle(e).textDecorationLine")
 
 
 def test_report(open_page: Any, tmp_path: Path) -> None:
-    sides = [
-        side("generate", 1.0),
-        early("exit, risk 0.02", 1.2, 0.01, 0.02),
-        early("exit, boldness 6", 1.5, 0.1),
+    methods = [
+        method("HF generate", 1.0),
+        exits("exit, risk 0.02", 1.2, 0.01, 0.02),
+        exits("exit, threshold scale 6", 1.5, 0.1),
     ]
-    run, html = write(tmp_path / "run.json", sides), tmp_path / "report.html"
+    run, html = write(tmp_path / "run.json", methods), tmp_path / "report.html"
     assert main(["report", str(run), "--html", str(html)]) == 0
     page = open_page(html)
     assert page.locator("svg").count() == 5 and page.locator("tbody tr").count() == 3

@@ -17,11 +17,13 @@ from scenarios import SCENARIOS, error, full_depth
 from tide.config import TIDEConfig
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import ExitHead
-from tide.exits.policy import Gate, Place, ScriptedPolicy
-from tide.models.depth import DepthRunner
+from tide.exits.policy import ScriptedPolicy, TokenPosition
+from tide.exits.thresholds import Thresholds
+from tide.models.attach import RUNNERS
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
-from tide.watch import DriftWarning, Guard, Watch
+from tide.models.tokens import TokenBatch
+from tide.risk import CircuitBreaker, DriftMonitor, DriftWarning
 
 pytestmark = [pytest.mark.real, pytest.mark.xdist_group("smollm2")]
 
@@ -31,29 +33,29 @@ TEXT = "Once upon a time, in a small town by the sea, there lived a clockmaker w
 @pytest.fixture(scope="module")
 def ids(smollm2_path: Path) -> torch.Tensor:
     tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
-    words = tokenizer(TEXT, return_tensors="pt").input_ids[:, :12]
-    return torch.cat([words, words.flip(1)])
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids[:, :12]
+    return torch.cat([ids, ids.flip(1)])
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_equals_full_forward(model: Any, ids: torch.Tensor, scenario: str) -> None:
-    runner = DepthRunner(model)
-    with runner:
-        outcome = SCENARIOS[scenario](runner, ids)
-    for row, got in outcome:
-        assert error(got, full_depth(model, runner, row)[-len(got) :]) <= 1e-5
+def test_equals_full_forward(model: Any, ids: torch.Tensor, scenario: str, runner: str) -> None:
+    made = RUNNERS[runner](model)
+    for sequence, got in SCENARIOS[scenario](made, ids):
+        assert error(got, full_depth(model, made, sequence)[-len(got) :]) <= 1e-5
 
 
 @torch.no_grad()
 def test_decodes_what_the_model_decodes(model: Any, ids: torch.Tensor) -> None:
     prompt = ids[:1]
     expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0]
-    with tide.attach(model) as runner:
-        cache, new, tokens = runner.new_cache(1), prompt, list(prompt[0])
-        for _ in range(16):
-            hidden = runner.run(new, 0, runner.n_layers, cache=cache)
-            new = runner.logits(hidden[:, -1:]).argmax(-1)
-            tokens.append(new[0, 0])
+    runner = tide.attach(model)
+    assert runner.name == "segments"
+    cache, new, tokens = runner.new_cache(1), prompt, list(prompt[0])
+    for _ in range(16):
+        hidden = runner.run(TokenBatch(new), 0, runner.n_layers, cache=cache)
+        new = runner.logits(hidden[:, -1:]).argmax(-1)
+        tokens.append(new[0, 0])
     assert torch.stack(tokens).tolist() == expected.tolist()
     assert runner.counts.calls == [16] * 30
     assert runner.counts.tokens == [prompt.shape[1] + 15] * 30
@@ -69,7 +71,7 @@ def test_fingerprint_does_not_depend_on_the_dtype(model: Any, smollm2_path: Path
 def artifact(model: Any) -> Artifact:
     """Real heads, untrained, at three checkpoints."""
     checkpoints = [
-        Checkpoint(layer, ExitHead("identity", 576), gate=Gate(top_probability=0.5))
+        Checkpoint(layer, ExitHead("identity", 576), thresholds=Thresholds(top_probability=0.5))
         for layer in (7, 15, 23)
     ]
     return Artifact(fingerprint(model, locate(model)), 576, checkpoints)
@@ -100,8 +102,8 @@ def test_lossless_on_twenty_real_prompts(
 
 
 def test_a_script_that_exits_sixty_percent_at_layer_15(model: Any, ids: torch.Tensor) -> None:
-    def script(place: Place, checkpoint: int) -> bool:
-        return place.position % 5 < 3
+    def script(at: TokenPosition, checkpoint: int) -> bool:
+        return at.position % 5 < 3
 
     exits = Artifact(
         fingerprint(model, locate(model)), 576, [Checkpoint(15, ExitHead("identity", 576))]
@@ -118,7 +120,7 @@ def test_a_script_that_exits_sixty_percent_at_layer_15(model: Any, ids: torch.Te
     for handle in handles:
         handle.remove()
     stats = engine.last_stats
-    # 50 tokens after the first; the script lets 3 of every 5 leave.
+    # 50 tokens after the first; the script lets 3 of every 5 exit.
     assert stats.exits_per_layer == {15: 30}
     assert calls == [51] * 16 + [21] * 14
     assert stats.layers_run == sum(calls) < stats.layers_full == 51 * 30
@@ -155,27 +157,27 @@ def test_calibrates_end_to_end_on_a_small_budget(
     options = {"max_new_tokens": 48, "do_sample": False}
     lossless = TIDE.TIDE(model, small_artifact)
     assert torch.equal(lossless.generate(ids, **options), model.generate(ids, **options))
-    early = TIDE.TIDE(model, small_artifact, config=TIDEConfig(exit_threshold=0.5))
-    early.generate(ids, **options)
-    assert early.last_stats.exited_tokens > 0
-    assert early.last_stats.layers_run < early.last_stats.layers_full
-    repeats_itself(early, chat(tokenizer, ["What is the sea?", "Why?", TEXT, "Name a colour."]))
-    early.guard = Guard(Watch(0.001, delta=0.5), "full_depth")
+    exiting = TIDE.TIDE(model, small_artifact, config=TIDEConfig(exit_threshold=0.5))
+    exiting.generate(ids, **options)
+    assert exiting.last_stats.exited_tokens > 0
+    assert exiting.last_stats.layers_run < exiting.last_stats.layers_full
+    repeats_itself(exiting, chat(tokenizer, ["What is the sea?", "Why?", TEXT, "Name a colour."]))
+    exiting.circuit_breaker = CircuitBreaker(DriftMonitor(0.001, delta=0.5), "full_depth")
     with pytest.warns(DriftWarning):
-        early.guard.add([1.0] * 9)
-    assert torch.equal(early.generate(ids, **options), model.generate(ids, **options))
+        exiting.circuit_breaker.add([1.0] * 9)
+    assert torch.equal(exiting.generate(ids, **options), model.generate(ids, **options))
 
 
 def repeats_itself(engine: Any, batch: dict[str, torch.Tensor]) -> None:
-    """Exits say the same run after run, greedy or drawn, and whoever shares the batch."""
+    """Exits predict the same run after run, greedy or drawn, whatever else is in the batch."""
     greedy: Any = {"max_new_tokens": 32, "do_sample": False}
     out = engine.generate(**batch, **greedy)
     assert engine.last_stats.exited_tokens > 0
     assert torch.equal(engine.generate(**batch, **greedy), out)
-    for row in range(len(out)):
-        real = batch["attention_mask"][row].bool()
-        alone = engine.generate(batch["input_ids"][row][real][None], **greedy)[0, int(real.sum()) :]
-        assert out[row, -(out.shape[1] - real.shape[0]) :].tolist()[: len(alone)] == alone.tolist()
+    for k, ids in enumerate(batch["input_ids"]):
+        prompt = ids[batch["attention_mask"][k].bool()]
+        alone = engine.generate(prompt[None], **greedy)[0, len(prompt) :].tolist()
+        assert out[k, len(ids) :].tolist()[: len(alone)] == alone
     drawn = []
     for _ in range(2):
         torch.manual_seed(5)

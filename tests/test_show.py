@@ -1,4 +1,4 @@
-"""What people see is what was counted: colours, marks, live text, pages and charts."""
+"""Tests that colours, marks, live text, pages and charts show what was counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from test_certify import ALWAYS, serve
 from test_generate import WrongHead, artifact
 from tide.config import TIDEConfig
 from tide.errors import DataError
-from tide.picture import GUESSED, colour, contrast, depth_histogram, depth_map, ink, look
+from tide.picture import DRAFTED, colour, contrast, depth_histogram, depth_map, ink, look
 from tide.report.charts import CHARTS, figures
 from tide.report.live import DepthStreamer
 from tide.report.page import report_page, trace_page
@@ -29,8 +29,8 @@ NEW = 12
 PROMPT = torch.tensor([[5, 6, 7, 8, 5, 6]])
 
 
-def test_text_can_be_read_on_every_colour() -> None:
-    for background in (*(colour(k / 100) for k in range(101)), GUESSED):
+def test_text_is_readable_on_every_colour() -> None:
+    for background in (*(colour(k / 100) for k in range(101)), DRAFTED):
         assert contrast(ink(background), background) >= 4.5  # WCAG 2, level AA
     assert contrast("#ffffff", "#000000") == pytest.approx(21)
 
@@ -53,28 +53,28 @@ def generate(engine: Any, **options: Any) -> list[int]:
     return out[0, PROMPT.shape[1] :].tolist()
 
 
-def test_full_is_what_full_depth_says_of_each_token() -> None:
-    early = engine()
-    tokens = generate(early)
-    stats = early.last_stats
+def test_target_tokens_are_what_full_depth_predicts() -> None:
+    exiting = engine()
+    tokens = generate(exiting)
+    stats = exiting.last_stats
     text = torch.cat([PROMPT, torch.tensor([tokens])], dim=1)
     with torch.no_grad():
-        said = early.model(text).logits[0, PROMPT.shape[1] - 1 : -1].argmax(-1).tolist()
-    assert stats.full == [said]
-    assert sum(a != b for a, b in zip(said, tokens, strict=True)) == stats.differed > 0
+        predicted = exiting.model(text).logits[0, PROMPT.shape[1] - 1 : -1].argmax(-1).tolist()
+    assert stats.target_tokens == [predicted]
+    assert sum(a != b for a, b in zip(predicted, tokens, strict=True)) == stats.differed > 0
 
 
-def test_sources_are_those_whose_guesses_were_right() -> None:
+def test_draft_sources_are_those_of_accepted_tokens() -> None:
     repeating = torch.tensor([[5, 6, 7, 8] * 6])
     lossless = serve(tiny_model("llama"), None, config=TIDEConfig(mode="lossless"))
     lossless.generate(repeating, max_new_tokens=40, do_sample=False)
     stats = lossless.last_stats
-    right = sum(source is not None for source in stats.sources[0])
-    assert right == sum(stats.accepted.values()) > 0
-    assert len(stats.sources[0]) == len(stats.full[0]) == 40
+    accepted = sum(source is not None for source in stats.draft_sources[0])
+    assert accepted == sum(stats.accepted.values()) > 0
+    assert len(stats.draft_sources[0]) == len(stats.target_tokens[0]) == 40
 
 
-def test_pieces_wait_for_whole_characters() -> None:
+def test_pieces_wait_for_complete_characters() -> None:
     codes = {1: b"a", 2: b"\xc3", 3: b"\xa9", 4: b"!"}
     pieces = Pieces(lambda ids: b"".join(codes[i] for i in ids).decode(errors="replace"))
     assert [pieces.add(token) for token in (1, 2, 3, 4)] == ["a", "", "é", "!"]
@@ -82,22 +82,22 @@ def test_pieces_wait_for_whole_characters() -> None:
 
 
 @pytest.mark.parametrize("colours", ["truecolor", None])
-def test_live_text_says_depth_with_and_without_colour(colours: Any) -> None:
-    early, tokenizer = engine(), tiny_tokenizer()
+def test_live_text_shows_depth_with_and_without_colour(colours: Any) -> None:
+    exiting, tokenizer = engine(), tiny_tokenizer()
     console = Console(
         file=StringIO(), color_system=colours, force_terminal=colours is not None, width=400
     )
-    tokens = generate(early, streamer=DepthStreamer(early, tokenizer, console))
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    depths = early.last_stats.depths[0]
-    assert min(depths) < early.runner.n_layers == max(depths)
+    tokens = generate(exiting, streamer=DepthStreamer(exiting, tokenizer, console))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    depths = exiting.last_stats.depths[0]
+    assert min(depths) < exiting.runner.n_layers == max(depths)
     if colours:
-        assert len(re.findall(r"\x1b\[4;", said)) == sum(d < max(depths) for d in depths)
-        said = re.sub(r"\x1b\[[0-9;]*m", "", said)
+        assert len(re.findall(r"\x1b\[4;", shown)) == sum(d < max(depths) for d in depths)
+        shown = re.sub(r"\x1b\[[0-9;]*m", "", shown)
     else:
-        assert re.findall("[₀-₉]+", said) == [look(d, 8).mark for d in depths if d < max(depths)]
-        said = re.sub("[₀-₉]+", "", said)
-    assert said.strip() == tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        assert re.findall("[₀-₉]+", shown) == [look(d, 8).mark for d in depths if d < max(depths)]
+        shown = re.sub("[₀-₉]+", "", shown)
+    assert shown.strip() == tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 def trace(engine: Any) -> Trace:
@@ -107,10 +107,10 @@ def trace(engine: Any) -> Trace:
 def test_the_page_has_every_token_and_fetches_nothing() -> None:
     shown = trace(engine())
     html = trace_page(shown)
-    says = re.findall('data-says="(.*?)"', html)
-    assert len(says) == NEW and "&lt;b&gt; &amp; a prompt" in html
-    assert sum("full depth says &#x27;" in words for words in says) == shown.stats.differed > 0
-    assert sum("the gate gave it" in words for words in says) == shown.stats.exited_tokens
+    details = re.findall('data-details="(.*?)"', html)
+    assert len(details) == NEW and "&lt;b&gt; &amp; a prompt" in html
+    assert sum("full depth predicts &#x27;" in text for text in details) == shown.stats.differed > 0
+    assert sum("gate score" in text for text in details) == shown.stats.exited_tokens
     assert not re.search(r"(src|href)\s*=|@import|url\(", html)
     assert f"{shown.stats.layers_run} of {shown.stats.layers_full} layer calls" in html
 
@@ -124,35 +124,35 @@ def test_stats_show_themselves_in_notebooks() -> None:
     assert "<svg" in ExitStats(4)._repr_html_()  # nothing generated yet
 
 
-def side(name: str, speedup: float, **more: Any) -> dict[str, Any]:
+def method(name: str, speedup: float, **more: Any) -> dict[str, Any]:
     return {
-        "side": name, "speedup": speedup, "ms_per_token": 50 / speedup, "tokens": 100,
-        "speedup_of_a_prompt": {"p20": speedup - 0.1, "p50": speedup, "p80": speedup + 0.1}, **more,
+        "method": name, "speedup": speedup, "ms_per_token": 50 / speedup, "tokens": 100,
+        "per_prompt_speedup": {"p20": speedup - 0.1, "p50": speedup, "p80": speedup + 0.1}, **more,
     }  # fmt: skip
 
 
-def early(name: str, speedup: float, differ: float, risk: float | None = None) -> dict[str, Any]:
-    return side(
-        name, speedup, layers_run=80, layers_full=100, limit=1.25, exit_rate=0.4, audited=40,
-        exits_per_layer={"7": 10, "23": 30}, disagreement=differ, mode="exit", boldness=1.0,
-        drafts=["context"], certificate=None if risk is None else {"risk": risk},
+def exits(name: str, speedup: float, differ: float, risk: float | None = None) -> dict[str, Any]:
+    return method(
+        name, speedup, layers_run=80, layers_full=100, ideal_speedup=1.25, exit_rate=0.4,
+        exits_per_layer={"7": 10, "23": 30}, disagreement=differ, mode="exit", threshold_scale=1.0,
+        audited=40, drafts=["context"], certificate=None if risk is None else {"risk": risk},
         layer_calls_per_token={"writing": 20.0, "coding": 25.0},
     )  # fmt: skip
 
 
-def write(path: Path, sides: list[dict[str, Any]], **conditions: Any) -> Path:
+def write(path: Path, methods: list[dict[str, Any]], **conditions: Any) -> Path:
     under = {"model": "m", "dtype": "bfloat16", "prompts": 4, **conditions}
-    path.write_text(json.dumps({"what": "", "conditions": under, "results": sides}))
+    path.write_text(json.dumps({"what": "", "conditions": under, "results": methods}))
     return path
 
 
 def test_a_report_has_every_chart_and_marks_certificates(tmp_path: Path) -> None:
-    sides = [
-        side("generate", 1.0),
-        early("exit, boldness 1", 1.4, 0.03),
-        early("exit, risk 0.02", 1.2, 0.01, 0.02),
+    methods = [
+        method("HF generate", 1.0),
+        exits("exit, threshold scale 1", 1.4, 0.03),
+        exits("exit, risk 0.02", 1.2, 0.01, 0.02),
     ]
-    runs = Runs.read([write(tmp_path / "a.json", sides)])
+    runs = Runs.read([write(tmp_path / "a.json", methods)])
     drawn = figures(runs)
     assert list(drawn) == list(CHARTS)
     axes = drawn["risk_speed"][1].axes[0]
@@ -164,20 +164,20 @@ def test_a_report_has_every_chart_and_marks_certificates(tmp_path: Path) -> None
     )
 
 
-def test_runs_under_other_conditions_are_not_mixed(tmp_path: Path) -> None:
-    sides = [side("generate", 1.0), early("exit, risk 0.02", 1.2, 0.01, 0.02)]
-    first = write(tmp_path / "a.json", sides)
-    other = write(tmp_path / "b.json", [side("generate", 1.0), side("prompt lookup", 1.1)])
-    assert [s["side"] for s in Runs.read([first, other]).sides] == [
-        "generate", "exit, risk 0.02", "prompt lookup",
+def test_runs_under_different_conditions_are_not_mixed(tmp_path: Path) -> None:
+    methods = [method("HF generate", 1.0), exits("exit, risk 0.02", 1.2, 0.01, 0.02)]
+    first = write(tmp_path / "a.json", methods)
+    other = write(tmp_path / "b.json", [method("HF generate", 1.0), method("prompt lookup", 1.1)])
+    assert [m["method"] for m in Runs.read([first, other]).methods] == [
+        "HF generate", "exit, risk 0.02", "prompt lookup",
     ]  # fmt: skip
     with pytest.raises(DataError, match=r"dtype \(bfloat16 and float32\)"):
-        Runs.read([first, write(tmp_path / "c.json", sides, dtype="float32")])
+        Runs.read([first, write(tmp_path / "c.json", methods, dtype="float32")])
     with pytest.raises(DataError, match="more than one of the runs"):
         Runs.read([first, first])
     with pytest.raises(DataError, match="cannot be read"):
         Runs.read([tmp_path / "nowhere.json"])
-    for text in ("[1]", "{", '{"results": [{"side": "generate"}], "conditions": {}}'):
+    for text in ("[1]", "{", '{"results": [{"method": "HF generate"}], "conditions": {}}'):
         (tmp_path / "d.json").write_text(text)
-        with pytest.raises(DataError, match="is not a race of `tide bench`"):
+        with pytest.raises(DataError, match="is not a comparison of `tide bench`"):
             Runs.read([tmp_path / "d.json"])

@@ -1,4 +1,4 @@
-"""The real vLLM engine, each case in a process of its own."""
+"""The plugin in the real vLLM engine, each case in its own process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tide.cli import serve
 from tide.errors import ArtifactError, CertificateError, ConfigError, UnsupportedModelError
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import ExitHead
-from tide.exits.policy import Gate
+from tide.exits.thresholds import Thresholds
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
 from tide.vllm.settings import Settings
@@ -49,7 +49,7 @@ pytestmark = [
 
 
 def case(name: str, **given: Any) -> Any:
-    """Run a case; its result is its last line."""
+    """Run a case; its result is the last line of its output."""
     done = subprocess.run(
         [sys.executable, str(CASES), name, json.dumps(given)], capture_output=True, text=True
     )
@@ -61,86 +61,89 @@ def case(name: str, **given: Any) -> Any:
 def prompts(tokenizer: Any) -> list[list[int]]:
     """32 prompts of mixed lengths."""
     things = ["the sea", "bread", "a bicycle", "the moon", "chess", "rain", "gold", "a violin"]
-    asks = ("What is {}?", "Tell me all you know about {}, at length and in order, please.",
+    questions = ("What is {}?", "Tell me all you know about {}, at length and in order, please.",
             "Write a poem about {}. " + "It should rhyme. " * 12, "Why {}?")  # fmt: skip
     return [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": ask.format(thing)}],
+            [{"role": "user", "content": question.format(thing)}],
             add_generation_prompt=True, return_dict=True,
         )["input_ids"]
-        for thing in things for ask in asks
+        for thing in things for question in questions
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def stock(smollm2_path: Path, prompts: list[list[int]]) -> Any:
-    """What vLLM says with the plugin installed and not asked for."""
-    return case("say", model=str(smollm2_path), prompts=prompts, new=NEW)
+def baseline(smollm2_path: Path, prompts: list[list[int]]) -> Any:
+    """The answers of vLLM with the plugin installed and not configured."""
+    return case("answer", model=str(smollm2_path), prompts=prompts, new=NEW)
 
 
-def test_thresholds_above_one_give_the_ids_of_stock_vllm(
-    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], stock: Any
+def test_unreachable_thresholds_keep_the_token_ids_of_vllm(
+    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], baseline: Any
 ) -> None:
-    never = {"artifact": str(small_artifact), "uncertified": True, "boldness": -1.0}
-    found = case("say", model=str(smollm2_path), prompts=prompts, new=NEW, tide=never)
-    assert found["class"] == stock["class"] == "TideLlamaForCausalLM"
-    assert "exits" not in stock and found["exits"] == {}
-    assert found["said"] == stock["said"]
+    never = {"artifact": str(small_artifact), "uncertified": True, "threshold_scale": -1.0}
+    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=never)
+    assert found["class"] == baseline["class"] == "TideLlamaForCausalLM"
+    assert "exits" not in baseline and found["exits"] == {}
+    assert found["answers"] == baseline["answers"]
 
 
 @pytest.mark.parametrize("attention", ["subset", "all"])
-def test_certified_exits_happen_are_counted_and_keep_the_risk(
+def test_certified_exits_are_counted_and_stay_within_the_risk(
     smollm2_path: Path, certified_artifact: Path, prompts: list[list[int]], attention: str
 ) -> None:
     made = Artifact.load(certified_artifact)
     (certificate,) = made.certificates
     tide = {"artifact": str(certified_artifact), "risk": certificate.risk, "attention": attention,
             "audit_rate": 0.1}  # fmt: skip
-    found = case("say", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide)
+    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide)
     exits = {int(layer): n for layer, n in found["exits"].items()}
     assert sum(exits.values()) > 0
     assert found["tokens"] == found["seen"]
-    # A token that left after a layer did not run the layers above; nothing else is missing.
+    # A token that exited after a layer skips the layers above; nothing else is skipped.
     given = found["tokens"][0]
     for n, tokens in enumerate(found["tokens"]):
         assert tokens == given - sum(count for layer, count in exits.items() if layer < n)
     assert [t + f for t, f in zip(found["tokens"], found["fills"], strict=True)] == [given] * 30
     assert found["audited"] > 0
-    texts = [[*prompt, *said] for prompt, said in zip(prompts, found["said"], strict=True)]
-    same = case("ranks", model=str(smollm2_path), texts=texts, starts=[len(p) for p in prompts])
-    assert sum(not all(row) for row in same) > 0, "nothing differs: the test cannot fail"
+    texts = [p + answer for p, answer in zip(prompts, found["answers"], strict=True)]
+    same = case(
+        "target_matches", model=str(smollm2_path), texts=texts, starts=[len(p) for p in prompts]
+    )
+    assert sum(not all(matches) for matches in same) > 0, "nothing differs: the test cannot fail"
     assert 1 - sum(map(sum, same)) / sum(map(len, same)) <= certificate.risk
 
 
-def test_preemption_and_prefix_caching_lose_nothing(
-    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], stock: Any
+def test_preemption_and_prefix_caching_lose_no_token(
+    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], baseline: Any
 ) -> None:
     tight = {"num_gpu_blocks_override": 20, "block_size": 32, "max_num_seqs": 8,
              "enable_prefix_caching": True}  # fmt: skip
-    for boldness, same in ((-1.0, True), (1.0, False)):
-        tide = {"artifact": str(small_artifact), "uncertified": True, "boldness": boldness}
-        found = case("say", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide,
+    exits = {"artifact": str(small_artifact), "uncertified": True}
+    for threshold_scale, same in ((-1.0, True), (1.0, False)):
+        tide = {**exits, "threshold_scale": threshold_scale}
+        found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide,
                      options=tight)  # fmt: skip
         assert found["metrics"]["vllm:num_preemptions"] > 0
-        assert [len(said) for said in found["said"]] == [NEW] * 32
-        assert not same or found["said"] == stock["said"]
-        texts = [p + said for p, said in zip(prompts, found["said"], strict=True)]
-        for seen in found["histories"]:  # what the gates took for the text of a request
+        assert [len(answer) for answer in found["answers"]] == [NEW] * 32
+        assert not same or found["answers"] == baseline["answers"]
+        texts = [p + answer for p, answer in zip(prompts, found["answers"], strict=True)]
+        for seen in found["histories"]:  # the texts that the gates saw
             assert any(text[: len(seen)] == seen for text in texts)
         assert same or len(found["histories"]) > 20
 
 
-def test_lossless_drafts_give_the_ids_of_stock_vllm(
-    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], stock: Any
+def test_lossless_drafts_keep_the_token_ids_of_vllm(
+    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], baseline: Any
 ) -> None:
     speculative = {"method": "custom_class", "model": "tide.vllm.proposer.TableProposer",
                    "num_speculative_tokens": 4}  # fmt: skip
     found = case(
-        "say", model=str(smollm2_path), prompts=prompts, new=NEW,
-        tide={"artifact": str(small_artifact), "mode": "lossless", "learn": True},
+        "answer", model=str(smollm2_path), prompts=prompts, new=NEW,
+        tide={"artifact": str(small_artifact), "mode": "lossless", "cross_request_drafts": True},
         options={"speculative_config": speculative},
     )  # fmt: skip
-    assert found["said"] == stock["said"]
+    assert found["answers"] == baseline["answers"]
     assert found["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
     assert "exits" not in found
 
@@ -148,36 +151,39 @@ def test_lossless_drafts_give_the_ids_of_stock_vllm(
 def test_vllm_answers_for_calibration(
     model: Any, smollm2_path: Path, prompts: list[list[int]]
 ) -> None:
-    greedy, drawn = case("answers", model=str(smollm2_path), prompts=prompts[:2], new=8)
-    for prompt, said in zip(prompts, greedy, strict=False):
+    greedy, sampled = case(
+        "calibration_answers", model=str(smollm2_path), prompts=prompts[:2], new=8
+    )
+    for prompt, answer in zip(prompts, greedy, strict=False):
         out = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
-        assert out[0, len(prompt) :].tolist() == said
-    assert [len(said) for said in drawn] == [8, 8]
+        assert out[0, len(prompt) :].tolist() == answer
+    assert [len(answer) for answer in sampled] == [8, 8]
 
 
-def test_serve_hands_vllm_what_it_needs(
+def test_serve_builds_the_arguments_of_vllm(
     smollm2_path: Path, certified_artifact: Path, small_artifact: Path
 ) -> None:
-    def words(folder: Path, *more: str) -> list[str]:
+    def arguments(folder: Path, *more: str) -> list[str]:
         parser = argparse.ArgumentParser()
         serve.options(parser)
         args, args_rest = parser.parse_known_args([str(smollm2_path), str(folder), *more])
         args.rest = args_rest
-        return serve.words(args)
+        return serve.server_arguments(args)
 
-    lossless = words(small_artifact, "--lossless", "--port", "1")
+    lossless = arguments(small_artifact, "--lossless", "--port", "1")
     assert "tide.vllm.proposer.TableProposer" in " ".join(lossless)
     assert lossless[-2:] == ["--port", "1"] and "--enforce-eager" not in lossless
-    assert '"learn": false' in lossless[-3]
-    assert '"learn": true' in words(small_artifact, "--lossless", "--learn")[-1]
-    certified = words(certified_artifact, "--risk", "0.2", "--dtype", "float32")
+    assert '"cross_request_drafts": false' in lossless[-3]
+    shared = arguments(small_artifact, "--lossless", "--cross-request-drafts")
+    assert '"cross_request_drafts": true' in shared[-1]
+    certified = arguments(certified_artifact, "--risk", "0.2", "--dtype", "float32")
     assert "--enforce-eager" in certified and '"risk": 0.2' in certified[-1]
     with pytest.raises(CertificateError, match=r"No certificate covers risk 0.01"):
-        words(certified_artifact, "--risk", "0.01", "--dtype", "float32")
+        arguments(certified_artifact, "--risk", "0.01", "--dtype", "float32")
     with pytest.raises(CertificateError, match="is for dtype float32"):
-        words(certified_artifact, "--risk", "0.2", "--dtype", "bfloat16")
-    with pytest.raises(CertificateError, match="Which promise"):
-        words(small_artifact)
+        arguments(certified_artifact, "--risk", "0.2", "--dtype", "bfloat16")
+    with pytest.raises(CertificateError, match="Choose how to serve"):
+        arguments(small_artifact)
 
 
 SIZES: dict[str, Any] = {
@@ -192,21 +198,23 @@ SHORT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3_text"])
-def test_every_architecture_skips_the_same_layers_in_both_ways(family: str, tmp_path: Path) -> None:
+def test_every_architecture_skips_the_same_layers_in_both_attentions(
+    family: str, tmp_path: Path
+) -> None:
     tiny_model(family, **SIZES).save_pretrained(tmp_path)
     tide = {"script": 0.5, "audit_rate": 0.0}
-    found = case("ways", model=str(tmp_path), tide=tide, **SHORT)
-    assert found["none leaves"] == found["stock"]
-    assert found["subset"] == found["all"] != found["stock"]
+    found = case("both_attentions", model=str(tmp_path), tide=tide, **SHORT)
+    assert found["no exits"] == found["vLLM"]
+    assert found["subset"] == found["all"] != found["vLLM"]
     assert sum(found["exits"].values()) > 20
 
 
-def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+def test_two_ranks_predict_the_tokens_of_one(tmp_path: Path) -> None:
     """SmolLM2 has nine heads, which two ranks cannot share."""
     model = tiny_model("llama", **SIZES)
     model.save_pretrained(tmp_path / "model")
     exits = [
-        Checkpoint(layer, ExitHead("identity", 128), gate=Gate(top_probability=0.12))
+        Checkpoint(layer, ExitHead("identity", 128), thresholds=Thresholds(top_probability=0.12))
         for layer in (1, 3)
     ]
     some = torch.arange(0, 256, 2)
@@ -214,10 +222,10 @@ def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
         tmp_path / "exits"
     )
     tide = {"artifact": str(tmp_path / "exits"), "uncertified": True, "audit_rate": 0.0}
-    alone = case("say", model=str(tmp_path / "model"), tide=tide, **SHORT)
+    alone = case("answer", model=str(tmp_path / "model"), tide=tide, **SHORT)
     assert sum(alone["exits"].values()) > 0
     both = {**SHORT, "options": {**SHORT["options"], "tensor_parallel_size": 2}}
-    assert case("ids", model=str(tmp_path / "model"), tide=tide, **both) == alone["said"]
+    assert case("ids", model=str(tmp_path / "model"), tide=tide, **both) == alone["answers"]
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +233,15 @@ def server(smollm2_path: Path, certified_artifact: Path, tmp_path_factory: Any) 
     """The address of `tide serve`."""
     risk = Artifact.load(certified_artifact).certificates[0].risk
     port = random.SystemRandom().randint(20000, 40000)
-    words = [sys.executable, "-m", "tide.cli", "serve", str(smollm2_path), str(certified_artifact),
-             "--risk", str(risk), "--dtype", "float32", "--port", str(port), "--audit-rate", "0",
-             "--max-model-len", "512", "--max-num-seqs", "32"]  # fmt: skip
+    command = [sys.executable, "-m", "tide.cli", "serve", str(smollm2_path),
+               str(certified_artifact), "--risk", str(risk), "--dtype", "float32",
+               "--port", str(port), "--audit-rate", "0",
+               "--max-model-len", "512", "--max-num-seqs", "32"]  # fmt: skip
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
                    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # fmt: skip
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as file:
-        process = subprocess.Popen(words, env=environment, stdout=file, stderr=file)
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     address = f"http://127.0.0.1:{port}"
     for _ in range(240):
         assert process.poll() is None, log.read_text()[-3000:]
@@ -246,7 +255,7 @@ def server(smollm2_path: Path, certified_artifact: Path, tmp_path_factory: Any) 
     assert process.wait(60) is not None
 
 
-def test_a_server_under_load_loses_and_crosses_nothing(
+def test_a_server_under_load_neither_loses_nor_mixes_answers(
     server: str, smollm2_path: Path, prompts: list[list[int]]
 ) -> None:
     draw = random.Random(0)
@@ -255,12 +264,12 @@ def test_a_server_under_load_loses_and_crosses_nothing(
         for _ in range(200)
     ]
 
-    async def ask(session: Any, plan: tuple[int, int, bool, bool]) -> str | None:
-        """The answer; None where the asker goes away before it comes."""
-        prompt, new, streams, leaves = plan
+    async def request(session: Any, plan: tuple[int, int, bool, bool]) -> str | None:
+        """The answer; None if the client disconnects before it comes."""
+        prompt, new, streams, aborts = plan
         body = {"model": str(smollm2_path), "prompt": prompts[prompt], "max_tokens": new,
                 "temperature": 0, "ignore_eos": True, "stream": streams}  # fmt: skip
-        limit = aiohttp.ClientTimeout(total=draw.uniform(0.1, 3.0) if leaves else 300)
+        limit = aiohttp.ClientTimeout(total=draw.uniform(0.1, 3.0) if aborts else 300)
         try:
             async with session.post(f"{server}/v1/completions", json=body, timeout=limit) as got:
                 assert got.status == 200, await got.text()
@@ -269,20 +278,20 @@ def test_a_server_under_load_loses_and_crosses_nothing(
                 lines = [line async for line in got.content if line.startswith(b"data: {")]
                 return "".join(json.loads(x[6:])["choices"][0]["text"] for x in lines)
         except asyncio.TimeoutError:
-            assert leaves
+            assert aborts
             return None
 
     async def all_at_once() -> list[str | None]:
         connections = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connections) as session:
-            return await asyncio.gather(*(ask(session, plan) for plan in plans))
+            return await asyncio.gather(*(request(session, plan) for plan in plans))
 
     async def one_by_one() -> list[str]:
         async with aiohttp.ClientSession() as session:
-            return [str(await ask(session, (p, 16, False, False))) for p in range(32)]
+            return [str(await request(session, (p, 16, False, False))) for p in range(32)]
 
-    said, alone = asyncio.run(all_at_once()), asyncio.run(one_by_one())
-    answered = [(plan, text) for plan, text in zip(plans, said, strict=True) if text is not None]
+    texts, alone = asyncio.run(all_at_once()), asyncio.run(one_by_one())
+    answered = [(plan, text) for plan, text in zip(plans, texts, strict=True) if text is not None]
     assert len(answered) >= sum(not plan[3] for plan in plans)
     for plan, text in answered:
         assert text and alone[plan[0]].startswith(text.removesuffix("\ufffd"))
@@ -293,7 +302,7 @@ def test_a_server_under_load_loses_and_crosses_nothing(
 
 
 def configuration(path: Path, tide: Any, **changes: Any) -> Any:
-    """As much of vLLM's configuration as the settings look at."""
+    """The part of vLLM's configuration that the settings read."""
     config = AutoConfig.from_pretrained(path)
     config.architectures = changes.pop("architectures", config.architectures)
     model = {"enforce_eager": True, "dtype": torch.float32, "hf_config": config,
@@ -310,7 +319,7 @@ def configuration(path: Path, tide: Any, **changes: Any) -> Any:
     )
 
 
-def test_what_the_plugin_cannot_do_is_refused_by_name(
+def test_unsupported_settings_raise(
     smollm2_path: Path, small_artifact: Path, monkeypatch: Any
 ) -> None:
     good = {"artifact": str(small_artifact), "uncertified": True}
@@ -332,12 +341,12 @@ def test_what_the_plugin_cannot_do_is_refused_by_name(
         (ConfigError, "do not combine", good, {"speculative": object()}),
         (UnsupportedModelError, "pipeline_parallel_size", good, {"pipeline": 2}),
         (UnsupportedModelError, "LoRA adapters", good, {"lora": object()}),
-        (UnsupportedModelError, "leave it at auto", good, {"cache_dtype": "fp8"}),
-        (UnsupportedModelError, "OPTForCausalLM is not served",
+        (UnsupportedModelError, "set it to auto", good, {"cache_dtype": "fp8"}),
+        (UnsupportedModelError, "OPTForCausalLM is not supported",
          good, {"architectures": ["OPTForCausalLM"]}),
     ]  # fmt: skip
-    for kind, words, tide, changes in cases:
-        with pytest.raises(kind, match=words):
+    for error, message, tide, changes in cases:
+        with pytest.raises(error, match=message):
             read(tide, **changes)
     other = AutoConfig.from_pretrained(smollm2_path)
     other.rope_theta = 7.0
@@ -346,4 +355,4 @@ def test_what_the_plugin_cannot_do_is_refused_by_name(
     monkeypatch.setattr(tide_vllm, "TESTED", (Version("0.1"), Version("0.2")))
     with pytest.raises(UnsupportedModelError, match=r"tested with 0.1 up to, not including, 0.2"):
         read()
-    assert Settings.read(SimpleNamespace(additional_config={})) is None  # others are left alone
+    assert Settings.read(SimpleNamespace(additional_config={})) is None  # other models keep working

@@ -1,4 +1,4 @@
-"""Gives tiny random models of every supported family, one row of config each."""
+"""Tiny random models of every supported family, one row of config each."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tide.models.families import EAGER_ONLY
 
 VOCABULARY = 97
 LAYERS = 6
@@ -26,7 +28,7 @@ _ROPE = {
 }
 _MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-# model_type -> config. Windows are short, so that a test of a dozen tokens leaves them.
+# model_type -> config. Windows are shorter than the dozen tokens of a test.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _ROPE,
     "qwen2": _ROPE,
@@ -51,7 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {**_ROPE, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "falcon": {**_ROPE, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     "cohere": {**_ROPE, "logit_scale": 0.25},
-    "granite": {**_ROPE, "logits_scaling": 3.0},
+    "granite": {**_ROPE, "logits_scaling": 3.0, "embedding_multiplier": 3.0},
     "llama4_text": {
         **_ROPE,
         "intermediate_size_mlp": 64,
@@ -60,7 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 5,
         "no_rope_layers": [1, 1, 0, 1, 1, 0],
     },
-    # Attention weights of its own beside its projections; eager attention only.
+    # Attention sinks beside its projections.
     "gpt_oss": {
         **_ROPE,
         "head_dim": 8,
@@ -102,6 +104,11 @@ def tiny_config(family: str, **changes: Any) -> Any:
     return AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
 
 
+def supports_sdpa(config: Any) -> bool:
+    """Whether this version of transformers loads the family with sdpa."""
+    return AutoModelForCausalLM._model_mapping[type(config)]._supports_sdpa
+
+
 def tiny_model(
     family: str,
     *,
@@ -111,9 +118,10 @@ def tiny_model(
     **changes: Any,
 ) -> Any:
     """A tiny random model in evaluation mode, its weights large enough that mistakes show."""
-    attention = "eager" if family == "gpt_oss" else attention
     torch.manual_seed(seed)
     config = tiny_config(family, **changes)
+    if attention == "sdpa" and family in EAGER_ONLY and not supports_sdpa(config):
+        attention = "eager"
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention, dtype=torch.float32
     )

@@ -1,4 +1,4 @@
-"""What runs inside vLLM for `test_vllm.py`: one case per process, its result as the last line.
+"""The vLLM cases of `test_vllm.py`: one per process, its result as the last line of output.
 
 python tests/vllm_cases.py CASE '{"model": ..., ...}'
 """
@@ -40,22 +40,22 @@ def in_waves(llm: Any, prompts: list[list[int]], new: int, wave: int = 8) -> lis
     """Greedy answers, the prompts arriving some at a time while others decode."""
     from vllm import SamplingParams
 
-    engine, said, waiting, steps = llm.llm_engine, {}, list(enumerate(prompts)), 0
-    wanted = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    engine, found, waiting, steps = llm.llm_engine, {}, list(enumerate(prompts)), 0
+    sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     while waiting or engine.has_unfinished_requests():
         if steps % 3 == 0:
             for number, ids in waiting[:wave]:
-                engine.add_request(str(number), {"prompt_token_ids": ids}, wanted)
+                engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
             del waiting[:wave]
         steps += 1
         for output in engine.step():
             if output.finished:
-                said[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
-    return [said[number] for number in range(len(prompts))]
+                found[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+    return [found[number] for number in range(len(prompts))]
 
 
-def say(given: dict[str, Any]) -> Any:
-    """Answers; with exits, what they did, beside what hooks on the layers saw."""
+def answer(given: dict[str, Any]) -> Any:
+    """Answers; with exits also their counts, and the tokens that hooks on the layers saw."""
     llm = start(given)
     model = decoder(llm)
     seen = [0] * len(model.model.layers)
@@ -71,14 +71,14 @@ def say(given: dict[str, Any]) -> Any:
         History.tokens = lambda *args: histories.append(read(*args)) or histories[-1]  # type: ignore
     found: dict[str, Any] = {
         "histories": histories,
-        "said": in_waves(llm, given["prompts"], given["new"]),
+        "answers": in_waves(llm, given["prompts"], given["new"]),
     }
     found["class"] = type(model).__name__
     if getattr(model, "tide", None) is not None:
         counts = model.tide.counts
         found |= {
             "exits": model.tide.exits, "tokens": counts.tokens, "fills": counts.fills,
-            "seen": seen, "audited": model.tide.watch.sequences if model.tide.watch else None,
+            "seen": seen, "audited": model.tide.monitor.sequences if model.tide.monitor else None,
         }  # fmt: skip
     names = ("vllm:num_preemptions", "vllm:spec_decode_num_accepted_tokens")
     found["metrics"] = {
@@ -88,12 +88,12 @@ def say(given: dict[str, Any]) -> Any:
 
 
 def ids(given: dict[str, Any]) -> Any:
-    """Answers alone, from wherever the model runs."""
+    """Answers only; the model may run in another process."""
     return in_waves(start(given), given["prompts"], given["new"])
 
 
-def ways(given: dict[str, Any]) -> Any:
-    """Answers with half of the tokens leaving by script, in several ways, and without."""
+def both_attentions(given: dict[str, Any]) -> Any:
+    """Answers with half of the tokens exiting by script, for both `attention` settings."""
     from dataclasses import replace
 
     from tide.exits.policy import ScriptedPolicy
@@ -102,36 +102,36 @@ def ways(given: dict[str, Any]) -> Any:
     tide = decoder(llm).tide
     found = {}
     for name, share, attention in (
-        ("none leaves", 0.0, "subset"), ("subset", 0.5, "subset"), ("all", 0.5, "all"),
+        ("no exits", 0.0, "subset"), ("subset", 0.5, "subset"), ("all", 0.5, "all"),
     ):  # fmt: skip
         tide.gates.policy = ScriptedPolicy.share(share)
         tide.settings = replace(tide.settings, attention=attention)
         found[name] = in_waves(llm, given["prompts"], given["new"], wave=2)
     found["exits"] = tide.exits
-    decoder(llm).tide = decoder(llm)._settings = None  # as if it had not been asked for
-    found["stock"] = in_waves(llm, given["prompts"], given["new"], wave=2)
+    decoder(llm).tide = decoder(llm)._settings = None  # as without "tide"
+    found["vLLM"] = in_waves(llm, given["prompts"], given["new"], wave=2)
     return found
 
 
-def answers(given: dict[str, Any]) -> Any:
-    """What calibration would collect states along."""
+def calibration_answers(given: dict[str, Any]) -> Any:
+    """The answers along which calibration collects states."""
     from tide.vllm.answers import VllmAnswers
 
-    ask = VllmAnswers(given["model"], "float32")
-    return [ask(given["prompts"], given["new"], temperature) for temperature in (0.0, 0.7)]
+    generate = VllmAnswers(given["model"], "float32")
+    return [generate(given["prompts"], given["new"], temperature) for temperature in (0.0, 0.7)]
 
 
-def ranks(given: dict[str, Any]) -> Any:
-    """For each text, which of its tokens after the prompt are what stock vLLM would have said."""
+def target_matches(given: dict[str, Any]) -> Any:
+    """For each text, which of its tokens after the prompt are the target tokens of vLLM."""
     from vllm import SamplingParams
 
     llm = start(given)
-    wanted = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    out = llm.generate([{"prompt_token_ids": text} for text in given["texts"]], wanted)
+    sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    out = llm.generate([{"prompt_token_ids": text} for text in given["texts"]], sampling)
     found = []
-    for text, start_at, answer in zip(given["texts"], given["starts"], out, strict=True):
+    for text, start_at, output in zip(given["texts"], given["starts"], out, strict=True):
         after = range(start_at, len(text))
-        found.append([answer.prompt_logprobs[i][text[i]].rank == 1 for i in after])
+        found.append([output.prompt_logprobs[i][text[i]].rank == 1 for i in after])
     return found
 
 

@@ -1,4 +1,4 @@
-"""Gives TIDE's public names, each imported on first use so that `import tide` stays cheap.
+"""TIDE's public names, each imported on first use so that `import tide` stays cheap.
 
 See https://arxiv.org/abs/2603.21365 for the published system whose interface is kept.
 """

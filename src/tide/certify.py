@@ -1,25 +1,26 @@
-"""Gives `certify`: thresholds whose risk holds with a stated confidence, on unused prompts.
+"""Certification `certify`: thresholds whose risk holds with a stated confidence, on unused prompts.
 
-Learn-then-test: settings on one path, from the safest to the boldest, each run as it will be
-deployed; the last one shown to keep the risk is certified. The path was learned in calibration, on
-other documents, so the sequence of tests is fixed in advance.
+Learn-then-test: settings on one path, from the safest to the most aggressive, each run as it will
+be deployed; the last one shown to keep the risk is certified. The path was learned in calibration,
+on other documents, so the order of the tests is fixed in advance.
 
-Every setting is a run of its own. Reusing one run for all would be exact only up to the first wrong
-token: after it, the texts of bolder and safer settings part.
+Every setting is a separate run. One run shared by all would be exact only up to the first wrong
+token: after it, the outputs of different settings diverge.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tide.calibration.bounds import betting, hoeffding_bentkus, learn_then_test
-from tide.calibration.collect import answer, pad_left
+from tide.calibration.answers import answer, pad_left
+from tide.calibration.bounds import betting, learn_then_test
 from tide.calibration.data import encode_prompts, load_texts, text_key
 from tide.calibration.progress import bars
 from tide.config import TIDEConfig
@@ -29,12 +30,28 @@ from tide.exits.artifact import Artifact
 from tide.exits.certificate import Certificate
 from tide.models.fingerprint import dtype_name
 
-TESTS = {"betting": betting, "hoeffding-bentkus": hoeffding_bentkus}
-# The path: times the chance of being wrong that calibration would take. Safest first.
-BOLDNESS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
+# The path, safest first: factors on the error probability that calibration accepts at an exit.
+THRESHOLD_SCALES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 
 # From a prompt and an answer to a loss between 0 and 1.
 TaskLoss = Callable[[str, str], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Prompts, and how they are decoded.
+
+    Attributes:
+        texts: the prompts.
+        encoded: their token ids.
+        new_tokens: longest answer.
+        batch: sequences decoded together.
+    """
+
+    texts: Sequence[str]
+    encoded: Sequence[Sequence[int]]
+    new_tokens: int
+    batch: int
 
 
 def certify(
@@ -50,32 +67,30 @@ def certify(
     new_tokens: int = 128,
     max_prompt: int = 512,
     batch: int = 8,
-    boldness: Sequence[float] = BOLDNESS,
-    test: str = "betting",
+    threshold_scales: Sequence[float] = THRESHOLD_SCALES,
     loss: TaskLoss | None = None,
     force: bool = False,
     version: str = "",
     quiet: bool = False,
 ) -> list[Certificate]:
-    """Certify an artifact's exits for some risks, and keep the certificates in it.
+    """Certify an artifact's exits for some risks, and store the certificates in it.
 
     Args:
         model: as it will be deployed: its dtype is part of the certificate.
         tokenizer: its tokenizer.
         artifact: from `calibrate`; a path is written back with the certificates in it.
-        prompts: a file, a data set or texts; those that calibration has used are left out.
+        prompts: a file, a data set or texts; those that calibration has used are skipped.
         risk: share of tokens that may differ from full depth; one or several.
-        delta: chance that a certificate may be wrong, each.
-        config: as it will be deployed: `kv_cache_strategy` and `min_layers` count. Drafts only
-            change the size of passes, which in half precision flips near-ties and no more.
-        samples: most prompts to take.
+        delta: probability that a certificate is wrong, for each.
+        config: as it will be deployed; `kv_cache_strategy` and `min_layers` matter. Drafts only
+            change the size of passes, which in half precision flips near-ties and nothing else.
+        samples: most prompts to use.
         new_tokens: longest answer.
         max_prompt: longest prompt.
-        batch: rows decoded together.
-        boldness: the path, safest first.
-        test: "betting" or "hoeffding-bentkus".
-        loss: count this instead, from a prompt and an answer to a loss between 0 and 1.
-        force: certify risks below the noise of the model's own dtype.
+        batch: sequences decoded together.
+        threshold_scales: the path, safest first; see `Thresholds.scaled`.
+        loss: measure this instead, from a prompt and an answer to a loss between 0 and 1.
+        force: certify risks below the noise floor of the model's own dtype.
         version: of the library, for the record.
         quiet: show no progress.
 
@@ -86,37 +101,41 @@ def certify(
     risks = sorted({risk} if isinstance(risk, (int, float)) else set(risk))
     config = config or TIDEConfig(min_layers=made.config.min_layers)
     config = config.with_(mode="exit", exit_threshold=None, audit_tail=True)
-    _check(risks, delta, boldness, test, config)
+    _check(risks, delta, threshold_scales, config)
     texts = unseen(load_texts(prompts), made)[:samples]
     encoded = encode_prompts(tokenizer, texts, max_prompt)
+    workload = Workload(texts=texts, encoded=encoded, new_tokens=new_tokens, batch=batch)
     with bars(quiet) as bar:
         if model.dtype != torch.float32 and not force and loss is None:
-            _refuse_noise(model, tokenizer, encoded[: 2 * batch], new_tokens, risks)
+            floor = noise_floor(model, tokenizer, encoded[: 2 * batch], new_tokens)
+            _refuse_noise(floor, risks, dtype_name(model))
         runs: list[np.ndarray] = []
 
         def settings() -> Iterator[np.ndarray]:
-            """The losses of each setting on the path, run when it is first asked for."""
-            for k, step in enumerate(boldness):
+            """The losses of each setting on the path; a setting runs when first needed."""
+            for k, scale in enumerate(threshold_scales):
                 if k == len(runs):
-                    engine = TIDE(model, made, config, boldness=step, audit_rate=1.0, check=False)
-                    tick = bar(f"Boldness {step:g}")
+                    engine = TIDE(
+                        model, made, config, threshold_scale=scale, audit_rate=1.0, check=False
+                    )
+                    tick = bar(f"Threshold scale {scale:g}")
                     runs.append(
-                        run(engine, tokenizer, texts, encoded, new_tokens, batch, loss, tick)
+                        measure_losses(engine, tokenizer, workload, loss=loss, progress=tick)
                     )
                 yield runs[k]
 
-        held = {r: learn_then_test(settings(), r, delta, TESTS[test]) for r in risks}
+        held = {r: learn_then_test(settings(), r, delta) for r in risks}
     data = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
     certificates = [
         Certificate(
             risk=wanted,
             delta=delta,
-            boldness=boldness[last],
-            thresholds=made.thresholds(boldness[last], config.min_layers),
+            threshold_scale=threshold_scales[last],
+            thresholds=made.thresholds(threshold_scales[last], config.min_layers),
             sequences=len(texts),
             estimate=float(runs[last].mean()),
-            p_value=TESTS[test](runs[last], wanted),
-            test=test,
+            p_value=betting(runs[last], wanted),
+            test="betting",
             loss="tokens that differ from full depth" if loss is None else "task loss",
             model=made.fingerprint.to_dict(),
             exits=made.exits,
@@ -131,64 +150,72 @@ def certify(
         for wanted, last in held.items()
         if last is not None
     ]
-    # What was tested anew counts anew: a promise that was not shown again no longer holds.
+    # A new test replaces an old one: a bound that was not shown again no longer holds.
     tested = {
         (r, delta, made.exits, config.min_layers, dtype_name(model), config.kv_cache_strategy)
         for r in risks
     }
-    made.certificates = [c for c in made.certificates if _promise(c) not in tested] + certificates
+    made.certificates = [c for c in made.certificates if _tested(c) not in tested] + certificates
     if not isinstance(artifact, Artifact):
         made.save(artifact)
     return certificates
 
 
-def _promise(of: Certificate) -> tuple[Any, ...]:
+def _tested(of: Certificate) -> tuple[Any, ...]:
+    """The claim that a certificate makes, and its conditions."""
     return of.risk, of.delta, of.exits, of.min_layers, of.dtype, of.kv_cache_strategy
 
 
 def unseen(texts: Sequence[str], made: Artifact) -> list[str]:
-    """The texts that calibration has not used; a promise on others would be worth nothing."""
+    """The texts that calibration has not used; a certificate on others would be void."""
     used = set(made.record.get("used", ()))
     found = [text for text in texts if text_key(text) not in used]
     if not found:
         raise DataError(
-            f"All {len(texts)} prompts were used in calibration. Give others; of the calibration's "
-            "own data a part is always kept for this."
+            f"All {len(texts)} prompts were used in calibration. Give other prompts; calibration "
+            "always reserves a part of its own data for certification."
         )
     return found
 
 
-def run(
+def measure_losses(
     engine: TIDE,
     tokenizer: Any,
-    texts: Sequence[str],
-    encoded: Sequence[Sequence[int]],
-    new_tokens: int,
-    batch: int,
-    loss: TaskLoss | None,
-    tick: Callable[[int, int], None] = lambda done, total: None,
+    workload: Workload,
+    *,
+    loss: TaskLoss | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:
-    """The loss of every sequence, decoded as it will be deployed, `[n]`."""
+    """The loss of every sequence, decoded as it will be deployed, `[n]`.
+
+    Args:
+        loss: from a prompt and an answer; by default the share of tokens that differ from full
+            depth.
+        progress: called with the sequences done and their total.
+    """
     losses: list[float] = []
-    for start in range(0, len(texts), batch):
-        tick(start, len(texts))
-        ids, mask = pad_left(tokenizer, encoded[start : start + batch], engine.model.device)
-        out = engine.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
+    for start in range(0, len(workload.texts), workload.batch):
+        progress(start, len(workload.texts))
+        some = slice(start, start + workload.batch)
+        ids, mask = pad_left(tokenizer, workload.encoded[some], engine.model.device)
+        out = engine.generate(
+            ids, attention_mask=mask, max_new_tokens=workload.new_tokens, do_sample=False
+        )
         if loss is None:
             found = engine.last_stats.losses
             if None in found:
                 raise ConfigError(
-                    "This model's generation config changes its logits (a penalty, a bad-words "
-                    "list), so that full depth's word on a text is not its likeliest token, and "
+                    "This model's generation config changes its logits (a penalty, bad_words_ids), "
+                    "so the target token of a position is not the most likely one, and "
                     f"kv_cache_strategy={engine.config.kv_cache_strategy!r} cannot be checked. Use "
-                    "'deferred', clear the generation config, or give a loss of your own."
+                    "'deferred', clear the generation config, or pass a loss function."
                 )
             losses += [float(x) for x in found if x is not None]
         else:
-            said = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-            some = texts[start : start + batch]
-            losses += [float(loss(p, a)) for p, a in zip(some, said, strict=True)]
-    tick(len(texts), len(texts))
+            answers = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+            pairs = zip(workload.texts[some], answers, strict=True)
+            losses += [float(loss(prompt, text)) for prompt, text in pairs]
+    progress(len(workload.texts), len(workload.texts))
     return np.asarray(losses)
 
 
@@ -196,35 +223,32 @@ def run(
 def noise_floor(
     model: Any, tokenizer: Any, encoded: Sequence[Sequence[int]], new_tokens: int
 ) -> float:
-    """How often full depth differs from itself when a text is read at once, not token by token."""
-    said = answer(model, tokenizer, encoded, new_tokens, do_sample=False)
+    """How often full depth differs from itself when a text is read in one pass, not by token."""
+    answers = answer(model, tokenizer, encoded, new_tokens, do_sample=False)
     differs = total = 0
-    for prompt, ids in zip(encoded, said, strict=True):
+    for prompt, ids in zip(encoded, answers, strict=True):
         if ids:
             text = torch.tensor([[*prompt, *ids]], device=model.device)
-            again = model(text).logits[0, len(prompt) - 1 : -1].argmax(-1).tolist()
+            # Logits over the whole text would take gigabytes at long contexts.
+            logits = model(text, logits_to_keep=len(ids) + 1).logits[0, :-1]  # [new, vocabulary]
+            again = logits.argmax(-1).tolist()
             differs += sum(a != b for a, b in zip(again, ids, strict=True))
             total += len(ids)
     return differs / max(total, 1)
 
 
-def _refuse_noise(
-    model: Any, tokenizer: Any, encoded: Sequence[Sequence[int]], new_tokens: int,
-    risks: Sequence[float],
-) -> None:  # fmt: skip
-    floor = noise_floor(model, tokenizer, encoded, new_tokens)
+def _refuse_noise(floor: float, risks: Sequence[float], dtype: str) -> None:
     below = [risk for risk in risks if risk < floor]
     if below:
         raise ConfigError(
-            f"In {dtype_name(model)} this model's full depth differs from itself in {floor:.2%} "
-            "of tokens when a text is read at once and not token by token; a risk of "
-            f"{below[0]:.2%} is below that noise. Ask for a higher risk, use float32, or pass "
-            "force=True."
+            f"In {dtype} this model's full depth differs from itself in {floor:.2%} of tokens when "
+            f"a text is read in one pass and not token by token; a risk of {below[0]:.2%} is below "
+            "that noise. Choose a higher risk, use float32, or pass force=True."
         )
 
 
 def _check(
-    risks: Sequence[float], delta: float, boldness: Sequence[float], test: str, config: TIDEConfig
+    risks: Sequence[float], delta: float, threshold_scales: Sequence[float], config: TIDEConfig
 ) -> None:
     if config.prefill_exit:
         raise ConfigError("prefill_exit is not certified: prompts must go to full depth.")
@@ -233,7 +257,7 @@ def _check(
             raise ConfigError(f"risk is {risk!r}; it must be between 0 and 1.")
     if not 0 < delta < 1:
         raise ConfigError(f"delta is {delta!r}; it must be between 0 and 1.")
-    if list(boldness) != sorted(boldness) or not boldness:
-        raise ConfigError(f"boldness is {list(boldness)}; it must ascend, from the safest on.")
-    if test not in TESTS:
-        raise ConfigError(f"test is {test!r}; it must be one of {', '.join(TESTS)}.")
+    if list(threshold_scales) != sorted(threshold_scales) or not threshold_scales:
+        raise ConfigError(
+            f"threshold_scales is {list(threshold_scales)}; it must ascend, safest first."
+        )

@@ -1,4 +1,4 @@
-"""Gives `TIDEConfig`: every published setting under its published name, and our own beside them."""
+"""`TIDEConfig`: every published setting under its published name, and our own beside them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tide.errors import ConfigError
 
 MODES = ("lossless", "exit", "off")
-EXIT_STRATEGIES = ("affine", "identity", "tail")
+EXIT_STRATEGIES = ("affine", "identity")
 KV_CACHE_STRATEGIES = ("deferred", "propagate", "zero_pad")
 DRAFT_SOURCES = ("context", "table", "exit")
 
@@ -24,28 +24,28 @@ class TIDEConfig:
     `kv_cache_strategy` was "zero_pad".
 
     Attributes:
-        exit_threshold: confidence at a checkpoint from which a token leaves there, in mode "exit";
+        exit_threshold: confidence at a checkpoint from which a token exits there, in mode "exit";
             None for the thresholds that calibration chose.
-        min_layers: no token leaves before it has passed this many layers.
+        min_layers: no token exits before it has passed this many layers.
         checkpoint_interval: a checkpoint every so many layers.
         calibration_samples: texts used by calibration.
         calibration_dataset: Hugging Face data set that they are taken from.
         convergence_threshold: cosine similarity that counts as converged, for calibration with
             `label="cosine"`.
         router_bottleneck_dim: hidden size of a router.
-        exit_strategy: what turns a middle state into a token: "affine", "identity" or "tail".
-        kv_cache_strategy: K and V of skipped layers: "deferred" (exact, computed later),
-            "propagate" (from the state in which the token left) or "zero_pad" (as published).
-        compaction_threshold: share of prompt tokens that must have left before the rest are
+        exit_strategy: what turns a middle state into a token: "affine" or "identity".
+        kv_cache_strategy: KV of skipped layers: "deferred" (exact, computed later), "propagate"
+            (from the state in which the token exited) or "zero_pad" (as published).
+        compaction_threshold: share of prompt tokens that must have exited before the rest are
             compacted (`prefill_exit`).
         mode: "exit", "lossless" or "off".
-        max_pending: most tokens that may wait for a deep pass.
-        drafts: sources of guessed tokens: "context" (n-grams of the row itself), "table" (of the
-            artifact) and "exit" (the exit heads, where no other source has a guess).
-        max_draft: most tokens that are guessed at once.
-        fixed_drafts: always guess as many, whether it pays or not; for tests and experiments.
-        prefill_exit: let prompt tokens leave early too.
-        audit_tail: when a row ends, run a last deep pass so that every early token was checked.
+        max_pending: most tokens of a sequence that may wait for a deep pass.
+        drafts: draft sources: "context" (n-grams of the sequence itself), "table" (of the artifact)
+            and "exit" (the exit heads, where no other source has a draft).
+        max_draft: most tokens that are drafted at once.
+        prefill_exit: let prompt tokens exit too.
+        audit_tail: when a sequence ends, run a last deep pass so that every exited token was
+            audited.
     """
 
     exit_threshold: float | None = 0.85
@@ -62,13 +62,12 @@ class TIDEConfig:
     max_pending: int = 16
     drafts: tuple[str, ...] = DRAFT_SOURCES
     max_draft: int = 10
-    fixed_drafts: bool = False
     prefill_exit: bool = False
     audit_tail: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "drafts", tuple(self.drafts))
-        # A threshold above 1 is allowed: it turns exits off and leaves all else on.
+        # A threshold above 1 is allowed: it turns exits off, and nothing else.
         threshold = self.exit_threshold
         _check(threshold is None or threshold >= 0, "exit_threshold", threshold, "at least 0")
         for name in ("convergence_threshold", "compaction_threshold"):
@@ -89,32 +88,32 @@ class TIDEConfig:
         ):
             value = getattr(self, name)
             _check(value in allowed, name, value, "one of " + ", ".join(allowed))
-        strange = [source for source in self.drafts if source not in DRAFT_SOURCES]
-        _check(not strange, "drafts", self.drafts, "any of " + ", ".join(DRAFT_SOURCES))
+        unknown = [source for source in self.drafts if source not in DRAFT_SOURCES]
+        _check(not unknown, "drafts", self.drafts, "any of " + ", ".join(DRAFT_SOURCES))
         if self.mode == "lossless" and self.kv_cache_strategy != "deferred":
             raise ConfigError(
-                f"mode='lossless' needs the exact K and V of kv_cache_strategy='deferred'; got "
-                f"{self.kv_cache_strategy!r}. Use mode='exit' with it, or leave it out."
+                f"mode='lossless' needs the exact KV of kv_cache_strategy='deferred'; got "
+                f"{self.kv_cache_strategy!r}. Use mode='exit' with it, or omit it."
             )
         if self.prefill_exit and self.kv_cache_strategy != "propagate":
             raise ConfigError(
-                "prefill_exit=True lets prompt tokens stop for good, so it needs "
+                "prefill_exit=True lets prompt tokens exit for good, so it needs "
                 f"kv_cache_strategy='propagate'; got {self.kv_cache_strategy!r}."
             )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TIDEConfig:
-        """Make a config from plain JSON; a key that is not a setting raises."""
+        """Make a config from JSON values; a key that is not a setting raises."""
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"TIDEConfig has no setting {key!r}.{hint} It has {known}.")
+                suggestion = f" Did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"TIDEConfig has no setting {key!r}.{suggestion} It has {known}.")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """As JSON values."""
         return {**asdict(self), "drafts": list(self.drafts)}
 
     def with_(self, **changes: Any) -> TIDEConfig:

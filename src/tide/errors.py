@@ -1,6 +1,6 @@
-"""Gives the errors TIDE raises.
+"""The errors that TIDE raises.
 
-Each is also a builtin error, and says what was got, what is allowed and what to do.
+Each is also a builtin error, and names what was got, what is allowed and what to do.
 """
 
 
@@ -13,7 +13,7 @@ class UnsupportedModelError(TideError, ValueError):
 
 
 class UnsupportedCacheError(TideError, TypeError):
-    """The key/value cache is of a kind that cannot hold rows at different depths."""
+    """The key/value cache is of a type that cannot hold sequences at different depths."""
 
 
 class SelfCheckError(TideError, RuntimeError):
@@ -21,7 +21,7 @@ class SelfCheckError(TideError, RuntimeError):
 
 
 class RangeError(TideError, ValueError):
-    """A run was asked for layers, tokens or states that do not fit together."""
+    """A run was given layers, tokens or states that do not fit together."""
 
 
 class ConfigError(TideError, ValueError):
@@ -33,11 +33,11 @@ class ArtifactError(TideError, ValueError):
 
 
 class CertificateError(TideError, ValueError):
-    """No certificate covers the risk that was asked for."""
+    """No certificate covers the risk that is wanted."""
 
 
 class UnsupportedGenerationError(TideError, ValueError):
-    """`generate` was asked for something that decoding by depth does not do."""
+    """`generate` was given an option that decoding by depth does not take."""
 
 
 class DataError(TideError, ValueError):
@@ -45,4 +45,4 @@ class DataError(TideError, ValueError):
 
 
 class MissingPackageError(TideError, ImportError):
-    """Something was asked for that needs a package which is not installed."""
+    """A feature needs a package that is not installed."""

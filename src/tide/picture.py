@@ -1,6 +1,6 @@
-"""Gives depths as something to see: colours, marks for those who see none, and drawings in SVG.
+"""Pictures of depth: colours, marks that work without colour, and drawings in SVG.
 
-Knows no model and no tokenizer: only depths, and how many layers there are.
+Knows no model and no tokenizer: only depths, and the number of layers.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-# From shallow to deep; told apart by lightness alone too, also by those who see no red or green.
+# From shallow to deep. Lightness alone tells them apart, for readers who cannot see red or green.
 _RAMP = ("#fde725", "#90d743", "#35b779", "#21918c", "#31688e")
-GUESSED = "#d5d0f0"
+DRAFTED = "#d5d0f0"
 _DARK, _LIGHT = "#000000", "#ffffff"
 _SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
@@ -23,8 +23,8 @@ class Look:
 
     Attributes:
         name: for the legend.
-        mark: what stands for the colour where there is none.
-        background, foreground: colours; None at full depth, which is shown plain.
+        mark: stands for the colour where colours are not available.
+        background, foreground: colours; None at full depth, which is shown without colour.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Look:
     foreground: str | None = None
 
 
-def look(depth: int, n_layers: int, source: str | None = None) -> Look:
-    """How to show a token that needed `depth` layers, and that `source` had guessed."""
+def look(depth: int, n_layers: int, draft_source: str | None = None) -> Look:
+    """How to show a token that needed `depth` layers, and that `draft_source` drafted."""
     if depth < n_layers:
         background = colour(depth / n_layers)
         mark = str(depth).translate(_SUBSCRIPTS)
-        return Look(f"left after {depth} of {n_layers} layers", mark, background, ink(background))
-    if source is not None:
-        return Look("guessed, then checked in a shared pass", "ᐩ", GUESSED, ink(GUESSED))
+        return Look(f"exited after {depth} of {n_layers} layers", mark, background, ink(background))
+    if draft_source is not None:
+        return Look("drafted, then accepted in a shared pass", "ᐩ", DRAFTED, ink(DRAFTED))
     return Look(f"all {n_layers} layers")
 
 
@@ -53,7 +53,7 @@ def colour(share: float) -> str:
 
 
 def ink(background: str) -> str:
-    """Black or white, whichever is read more easily on a background."""
+    """Black or white, whichever is easier to read on a background."""
     return max((_DARK, _LIGHT), key=lambda text: contrast(text, background))
 
 
@@ -67,39 +67,39 @@ def depth_histogram(depths: Sequence[int], n_layers: int) -> str:
     """How many tokens needed each depth, as SVG."""
     counts = Counter(depths)
     bar, gap, most = 28, 8, max(counts.values(), default=1)
-    rows = []
+    bars = []
     for i, (depth, count) in enumerate(sorted(counts.items())):
         y, width = i * (bar + gap), 360 * count / most
-        rows.append(
+        bars.append(
             f'<text x="78" y="{y + 19}" text-anchor="end">{depth} layers</text>'
             f'<rect x="86" y="{y}" width="{width:.1f}" height="{bar}" '
             f'fill="{colour(depth / n_layers)}"/>'
             f'<text x="{92 + width:.1f}" y="{y + 19}">{count} ({count / len(depths):.0%})</text>'
         )
-    return _svg(540, len(counts) * (bar + gap), rows, "Tokens by the layers they needed")
+    return _svg(540, len(counts) * (bar + gap), bars, "Tokens by the layers they needed")
 
 
 def depth_map(depths: Sequence[int], n_layers: int, labels: Sequence[str] = ()) -> str:
-    """Layers by token, as SVG: in colour those that ran before a token was said, others faint.
+    """Layers by token, as SVG: coloured those that ran before a token was emitted, others faint.
 
     Args:
         labels: of the tokens, shown on hover.
     """
     height, top, cell = 150, 4, 9
-    rows = [
+    bars = [
         f'<text x="34" y="{top + 10}" text-anchor="end">{n_layers}</text>'
         f'<text x="34" y="{top + height}" text-anchor="end">1</text>'
     ]
     for i, depth in enumerate(depths):
         x, tall = 40 + i * cell, height * depth / n_layers
-        said = f"{labels[i]!r}: " if labels else ""
-        rows.append(
-            f"<g><title>{escape(f'token {i + 1}, {said}{depth} of {n_layers} layers')}</title>"
+        label = f"{labels[i]!r}: " if labels else ""
+        bars.append(
+            f"<g><title>{escape(f'token {i + 1}, {label}{depth} of {n_layers} layers')}</title>"
             f'<rect class="above" x="{x}" y="{top}" width="{cell - 1}" height="{height}"/>'
             f'<rect x="{x}" y="{top + height - tall:.1f}" width="{cell - 1}" height="{tall:.1f}" '
             f'fill="{colour(depth / n_layers)}"/></g>'
         )
-    return _svg(44 + len(depths) * cell, height + 2 * top, rows, "Layers by token")
+    return _svg(44 + len(depths) * cell, height + 2 * top, bars, "Layers by token")
 
 
 def legend(looks: Mapping[Look, int]) -> str:
@@ -114,17 +114,17 @@ def legend(looks: Mapping[Look, int]) -> str:
 
 
 def style(look: Look) -> str:
-    """The attribute that gives an HTML element a look; empty if it is plain."""
+    """The style attribute of an HTML element with this look; empty if it has no colour."""
     if look.background is None:
         return ""
     return f' style="background:{look.background};color:{look.foreground}"'
 
 
-def _svg(width: float, height: float, rows: Sequence[str], title: str) -> str:
+def _svg(width: float, height: float, parts: Sequence[str], title: str) -> str:
     return (
         f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" role="img" '
         f'aria-label="{title}" font-family="sans-serif" font-size="13" fill="currentColor">'
-        f"<style>.above{{fill:#8883}}</style>{''.join(rows)}</svg>"
+        f"<style>.above{{fill:#8883}}</style>{''.join(parts)}</svg>"
     )
 
 

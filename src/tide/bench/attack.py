@@ -1,7 +1,7 @@
-"""Gives the attack: a search for prompts that fool the exits, or that keep them from saving.
+"""The attack: a search for prompts that cause wrong exits, or that prevent exits.
 
-An attacker who sees only how deep tokens went and how often the audit objected, and who sends text:
-prompts are recombined word by word, and those that come closer to the goal have offspring.
+The attacker sees the depth of tokens and how often the audit disagrees, and can only send text.
+Prompts are recombined from their fragments, and those that come closer to the goal have offspring.
 """
 
 from __future__ import annotations
@@ -14,19 +14,36 @@ from typing import Any
 
 import torch
 
-from tide.calibration.collect import pad_left
+from tide.calibration.answers import pad_left
 from tide.calibration.data import encode_prompts
 from tide.engine import TIDE
 from tide.errors import ConfigError
-from tide.watch import DriftWarning, Guard, Watch
+from tide.risk import CircuitBreaker, DriftMonitor, DriftWarning
 
 MAX_PROMPT = 512  # tokens
 
-# What is made as large as possible, of a row of the last call.
+# What the search maximises, for one sequence of the last call.
 GOALS: dict[str, Callable[[TIDE, int], float]] = {
-    "wrong": lambda engine, row: engine.last_stats.losses[row] or 0.0,
-    "deep": lambda engine, row: _depth(engine, row),
+    "wrong": lambda engine, sequence: engine.last_stats.losses[sequence] or 0.0,
+    "deep": lambda engine, sequence: _depth(engine, sequence),
 }
+
+
+@dataclass(frozen=True)
+class Search:
+    """The size of a search.
+
+    Attributes:
+        generations: of offspring.
+        population: prompts kept, and offspring of each generation.
+        new_tokens: of each answer.
+        seed: of all random choices.
+    """
+
+    generations: int = 10
+    population: int = 16
+    new_tokens: int = 32
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Attack:
-    """What a search has found: attempts of the start and of the end, best first."""
+    """The result of a search: attempts at its start and at its end, best first."""
 
     goal: str
     start: list[Attempt]
@@ -47,7 +64,7 @@ class Attack:
     tried: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON; the three best prompts are kept."""
+        """As JSON, with the three best prompts."""
         return {
             "goal": self.goal,
             "tried": self.tried,
@@ -62,11 +79,7 @@ def attack(
     tokenizer: Any,
     texts: Sequence[str],
     goal: str,
-    *,
-    rounds: int = 10,
-    population: int = 16,
-    new_tokens: int = 32,
-    seed: int = 0,
+    search: Search,
     tick: Callable[[int, int], None] = lambda done, total: None,
 ) -> Attack:
     """Search for prompts that maximise a goal.
@@ -74,31 +87,28 @@ def attack(
     Args:
         engine: in mode "exit", with `audit_tail`.
         tokenizer: of its model.
-        texts: prompts to begin with, and the words that may be used; at least `population`.
+        texts: prompts to start from, whose fragments are recombined; at least the population.
         goal: "wrong" (tokens that differ from full depth) or "deep" (layers that tokens need).
-        rounds: generations of offspring.
-        population: prompts kept, and offspring of each generation.
-        new_tokens: of each answer.
-        seed: of the search.
-        tick: told how far it is.
+        search: its size.
+        tick: called with the number of generations done and in total.
     """
     if goal not in GOALS:
         raise ConfigError(f"goal is {goal!r}; it must be one of {', '.join(GOALS)}.")
-    draw = random.Random(seed)
-    words = [word for text in texts for word in text.split()]
+    draw = random.Random(search.seed)
+    fragments = [fragment for text in texts for fragment in text.split()]
 
     def tried(some: Sequence[str]) -> list[Attempt]:
-        _answer(engine, tokenizer, some, new_tokens)
-        return [Attempt(text, GOALS[goal](engine, row)) for row, text in enumerate(some)]
+        _generate(engine, tokenizer, some, search.new_tokens)
+        return [Attempt(text, GOALS[goal](engine, i)) for i, text in enumerate(some)]
 
-    alive = start = _best(tried(texts[:population]), population)
-    for turn in range(rounds):
-        tick(turn, rounds)
-        parents = alive[: max(2, population // 2)]
-        children = [_offspring(draw, parents, words) for _ in range(population)]
-        alive = _best([*alive, *tried(children)], population)
-    tick(rounds, rounds)
-    return Attack(goal, start, alive, population * (rounds + 1))
+    alive = start = _best(tried(texts[: search.population]), search.population)
+    for generation in range(search.generations):
+        tick(generation, search.generations)
+        parents = alive[: max(2, search.population // 2)]
+        children = [_offspring(draw, parents, fragments) for _ in range(search.population)]
+        alive = _best([*alive, *tried(children)], search.population)
+    tick(search.generations, search.generations)
+    return Attack(goal, start, alive, search.population * (search.generations + 1))
 
 
 def defend(
@@ -109,52 +119,53 @@ def defend(
     new_tokens: int = 32,
     most: int = 400,
 ) -> dict[str, Any]:
-    """Serve the prompts of an attack over and over: does the watch notice, does the breaker help?
+    """Serve the prompts of an attack repeatedly: is drift detected, and what does fallback restore?
 
     Args:
-        engine: with a risk; its guard is replaced by a fresh one with the breaker.
-        most: sequences after which to give up.
+        engine: with a risk; it gets a fresh circuit breaker with on_drift "full_depth".
+        most: sequences after which to stop.
     """
-    assert engine.guard is not None
-    engine.guard = Guard(Watch(engine.guard.watch.risk, engine.guard.watch.delta), "full_depth")
-    losses: list[float] = []
+    assert engine.circuit_breaker is not None
+    monitor = engine.circuit_breaker.monitor
+    monitor = DriftMonitor(monitor.risk, monitor.delta)
+    engine.circuit_breaker = CircuitBreaker(monitor, "full_depth")
+    served = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DriftWarning)
-        while not engine.guard.tripped and len(losses) < most:
-            _answer(engine, tokenizer, texts, new_tokens)
-            losses += [loss for loss in engine.last_stats.losses if loss is not None]
-    watch = engine.guard.watch
+        while not engine.circuit_breaker.tripped and served < most:
+            _generate(engine, tokenizer, texts, new_tokens)
+            served += sum(loss is not None for loss in engine.last_stats.losses)
     found: dict[str, Any] = {
-        "promised": watch.risk,
-        "measured": watch.estimate,
-        "watch_fired_after": watch.sequences if watch.fired else None,
+        "certified_bound": monitor.risk,
+        "measured": monitor.estimate,
+        "drift_detected_after": monitor.sequences if monitor.fired else None,
     }
-    if engine.guard.tripped:
+    if engine.circuit_breaker.tripped:
         encoded = encode_prompts(tokenizer, texts, MAX_PROMPT)
-        found["after_the_breaker"] = beside_bare(engine, tokenizer, encoded, new_tokens)
+        found["after_fallback"] = match_baseline(engine, tokenizer, encoded, new_tokens)
     return found
 
 
-def beside_bare(
+def match_baseline(
     engine: TIDE, tokenizer: Any, encoded: Sequence[Sequence[int]], new_tokens: int
 ) -> dict[str, int]:
-    """How many prompts, one by one, get the bare model's answer, and how many tokens left early."""
-    same = early = 0
+    """How many outputs equal those of HF generate, prompt by prompt, and how many tokens exited."""
+    same = exited = 0
     for prompt in encoded:
-        ids, options = _ask(engine, tokenizer, [prompt], new_tokens)
+        ids, options = _batch(engine, tokenizer, [prompt], new_tokens)
         same += torch.equal(engine.generate(ids, **options), engine.model.generate(ids, **options))
-        early += engine.last_stats.exited_tokens
-    return {"sequences": len(encoded), "identical": same, "early_tokens": early}
+        exited += engine.last_stats.exited_tokens
+    return {"sequences": len(encoded), "exact_match": same, "exited_tokens": exited}
 
 
-def _answer(engine: TIDE, tokenizer: Any, texts: Sequence[str], new_tokens: int) -> None:
-    """Let the engine answer; what it did is in its `last_stats`."""
+def _generate(engine: TIDE, tokenizer: Any, texts: Sequence[str], new_tokens: int) -> None:
+    """Run the engine for its `last_stats`; the answers are not needed."""
     encoded = encode_prompts(tokenizer, texts, MAX_PROMPT)
-    ids, options = _ask(engine, tokenizer, encoded, new_tokens)
+    ids, options = _batch(engine, tokenizer, encoded, new_tokens)
     engine.generate(ids, **options)
 
 
-def _ask(
+def _batch(
     engine: TIDE, tokenizer: Any, encoded: Sequence[Sequence[int]], new_tokens: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """A batch for `generate`, and its options."""
@@ -162,15 +173,15 @@ def _ask(
     return ids, {"attention_mask": mask, "max_new_tokens": new_tokens, "do_sample": False}
 
 
-def _offspring(draw: random.Random, parents: Sequence[Attempt], words: Sequence[str]) -> str:
-    """Halves of two prompts, with some words replaced, repeated or left out."""
+def _offspring(draw: random.Random, parents: Sequence[Attempt], fragments: Sequence[str]) -> str:
+    """Parts of two prompts, with some fragments replaced, repeated or omitted."""
     one, other = (draw.choice(parents).text.split() for _ in range(2))
     child = one[: draw.randint(1, len(one))] + other[draw.randint(0, len(other)) :]
     for _ in range(draw.randint(1, 4)):
         at, span = draw.randrange(len(child)), draw.randint(1, 4)
         change = draw.choice(("replace", "repeat", "omit"))
         if change == "replace":
-            child[at : at + span] = draw.choices(words, k=span)
+            child[at : at + span] = draw.choices(fragments, k=span)
         elif change == "repeat":
             child[at:at] = child[at : at + span] * draw.randint(1, 3)
         elif len(child) > span:
@@ -183,8 +194,8 @@ def _best(attempts: Sequence[Attempt], most: int) -> list[Attempt]:
     return sorted(different.values(), key=lambda attempt: -attempt.score)[:most]
 
 
-def _depth(engine: TIDE, row: int) -> float:
-    depths = engine.last_stats.depths[row]
+def _depth(engine: TIDE, sequence: int) -> float:
+    depths = engine.last_stats.depths[sequence]
     return sum(depths) / len(depths) / engine.runner.n_layers
 
 

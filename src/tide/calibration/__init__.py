@@ -1,1 +1,1 @@
-"""Makes artifacts: from a frozen model to exits and drafts worth having."""
+"""Calibration: from a frozen model to an artifact with exits and drafts."""

@@ -1,8 +1,8 @@
-"""Gives the collection: the model's own answers, and its states at the checkpoints along them.
+"""The collection: the model's own answers, and its states at the checkpoints along them.
 
-One streaming pass in units of a few documents. Each unit is written to a file of its own when it is
-done, so memory does not grow with the number of documents, an interrupted collection goes on where
-it stopped, and processes share the units among them. What a unit holds depends only on its
+One streaming pass in units of a few documents. Each finished unit is written to its own file, so
+memory does not grow with the number of documents, an interrupted collection resumes where it
+stopped, and several processes can share the units. The content of a unit depends only on its
 documents and the seed.
 """
 
@@ -21,15 +21,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tide.calibration.answers import Answers, self_answering
 from tide.calibration.data import Documents, encode_prompts, encode_texts
 from tide.errors import DataError
 from tide.exits.files import write_whole
-from tide.models.depth import DepthRunner
+from tide.models.runner import DepthRunner
+from tide.models.tokens import TokenBatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CollectPlan:
-    """What is collected; a folder holds the units of one plan only.
+    """Settings of a collection; a folder holds the units of one plan only.
 
     Attributes:
         layers: checkpoints, as layers counted from 0.
@@ -37,22 +39,22 @@ class CollectPlan:
         new_tokens: longest answer.
         max_tokens: longest prompt, or text if not on-policy.
         temperature: of the half of the answers that are sampled; the other half is greedy.
-        top_k: how many of the full model's likeliest tokens are kept per position.
+        top_k: how many of the full model's most likely tokens are kept per position.
         unit: documents per unit.
         seed: of the sampling.
         documents: fingerprint of the documents.
         model: fingerprint of the model's weights.
-        dtype: in which the model answered.
-        engine: who ran it to answer.
+        dtype: of the model that answered.
+        engine: that ran the model to answer.
     """
 
     layers: tuple[int, ...]
     on_policy: bool
     new_tokens: int
     max_tokens: int
-    temperature: float
-    top_k: int
-    unit: int
+    temperature: float = 0.7
+    top_k: int = 32
+    unit: int = 32
     seed: int
     documents: str
     model: str
@@ -60,13 +62,13 @@ class CollectPlan:
     engine: str = "transformers"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Unit:
-    """What one unit holds; positions of all its documents one after the other.
+    """The content of one unit; positions of all its documents one after the other.
 
     Attributes:
         states: after each checkpoint, and after the last layer, `[layers + 1, positions, hidden]`.
-        top_tokens: the full model's likeliest next tokens, `[positions, top_k]`.
+        top_tokens: the full model's most likely next tokens, `[positions, top_k]`.
         top_logprobs: their log-probabilities, `[positions, top_k]`.
         tokens: prompts and answers, one document after the other, `[tokens]`.
         ends: where each document ends in `tokens`, `[documents]`.
@@ -85,16 +87,19 @@ class Unit:
 
         Its positions run from the last token of the prompt to the last but one of the answer.
         """
-        tokens, ends = self.tokens.tolist(), self.ends.tolist()
-        return [
-            (tokens[begin:end], prompt)
-            for begin, end, prompt in zip([0, *ends], ends, self.prompts.tolist(), strict=False)
-        ]
+        return _documents(self.tokens, self.ends, self.prompts)
+
+
+@dataclass(frozen=True)
+class _UnitTexts:
+    """The documents of one unit, before the model has seen them."""
+
+    split: str
+    number: int
+    texts: Sequence[str]
 
 
 Progress = Callable[[int, int], None]
-# From prompts, the longest answer and a temperature, 0 for greedy, to answers, as token ids.
-Answers = Callable[[Sequence[Sequence[int]], int, float], list[list[int]]]
 
 
 class Collection:
@@ -102,7 +107,7 @@ class Collection:
 
     Args:
         folder: where they are kept.
-        plan: what they hold; if the folder holds another plan's, that is an error.
+        plan: what they hold; a folder with the units of another plan is an error.
     """
 
     def __init__(self, folder: Path, plan: CollectPlan) -> None:
@@ -113,7 +118,7 @@ class Collection:
             write_whole(note, lambda path: path.write_text(json.dumps(wanted, indent=2)))
         elif json.loads(note.read_text()) != wanted:
             raise DataError(
-                f"{folder} holds a collection made with other settings. Remove it to start anew, "
+                f"{folder} holds a collection made with other settings. Remove it to start again, "
                 "or name another folder."
             )
 
@@ -131,19 +136,17 @@ class Collection:
             yield Unit(**load_file(path))
 
     def states(self, split: str, index: int) -> Iterator[Tensor]:
-        """One layer's states of each unit of a split, `[positions, hidden]`; no more is read."""
+        """One layer's states of each unit of a split, `[positions, hidden]`; reads nothing else."""
         for path in self._files(split):
             with safe_open(path, framework="pt") as file:
                 yield file.get_slice("states")[index]
 
     def answers_by_unit(self, split: str) -> Iterator[list[list[int]]]:
         """The answers of each unit of a split, in order, as token ids."""
-        names = ("tokens", "ends", "prompts")
         for path in self._files(split):
             with safe_open(path, framework="pt") as file:  # the states stay on disk
-                nothing = torch.empty(0)
-                unit = Unit(nothing, nothing, nothing, *(file.get_tensor(name) for name in names))
-            yield [tokens[prompt:] for tokens, prompt in unit.documents()]
+                found = _documents(*(file.get_tensor(n) for n in ("tokens", "ends", "prompts")))
+            yield [tokens[prompt:] for tokens, prompt in found]
 
     def answers(self, split: str) -> Iterator[list[int]]:
         """The answers of a split, in order, as token ids."""
@@ -156,30 +159,29 @@ class Collection:
         tokenizer: Any,
         documents: Documents,
         *,
-        splits: Sequence[str] = ("fit", "gate"),
+        splits: Sequence[str] = ("fit", "tuning"),
         answers: Answers | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
         """Write every unit of this process's share; the first process waits for the others.
 
         Args:
-            answers: who answers the prompts; by default the model itself.
+            answers: answers the prompts; by default the model itself.
             progress: called with the units done and their total.
         """
         (rank, world), size = process(), self.plan.unit
         todo = [
-            (split, number, texts[number * size : (number + 1) * size])
+            _UnitTexts(split, number, texts[number * size : (number + 1) * size])
             for split in splits
             for texts in (getattr(documents, split),)
             for number in range(-(-len(texts) // size))
         ]
-        for done, (split, number, texts) in enumerate(todo):
+        paths = [self.path(unit.split, unit.number) for unit in todo]
+        for done, (unit, path) in enumerate(zip(todo, paths, strict=True)):
             progress(done, len(todo))
-            path = self.path(split, number)
             if done % world == rank and not path.exists():
-                tensors = self._unit(runner, tokenizer, texts, split, number, answers)
+                tensors = self._unit(runner, tokenizer, unit, answers)
                 write_whole(path, lambda p, t=tensors: save_file(t, p))  # type: ignore[misc]
-        paths = [self.path(split, number) for split, number, _ in todo]
         while rank == 0 and (there := sum(path.exists() for path in paths)) < len(paths):
             progress(there, len(todo))
             time.sleep(0.2)
@@ -187,35 +189,33 @@ class Collection:
 
     @torch.no_grad()
     def _unit(
-        self,
-        runner: DepthRunner,
-        tokenizer: Any,
-        texts: Sequence[str],
-        split: str,
-        number: int,
-        ask: Answers | None,
+        self, runner: DepthRunner, tokenizer: Any, unit: _UnitTexts, answers: Answers | None
     ) -> dict[str, Tensor]:
+        """The tensors of a unit; see `Unit`."""
         plan = self.plan
         # Sampling depends on the unit alone, so a resumed collection is the same collection.
-        torch.manual_seed(plan.seed + 1_000_003 * number + (split != "fit"))
+        torch.manual_seed(plan.seed + 1_000_003 * unit.number + (unit.split != "fit"))
         if plan.on_policy:
-            prompts = encode_prompts(tokenizer, texts, plan.max_tokens)
-            ask = ask or self_answering(runner.model, tokenizer)
-            answers = ask(prompts, plan.new_tokens, plan.temperature if number % 2 else 0.0)
+            prompts = encode_prompts(tokenizer, unit.texts, plan.max_tokens)
+            temperature = plan.temperature if unit.number % 2 else 0.0
+            answers = answers or self_answering(runner.model, tokenizer)
+            replies = answers(prompts, plan.new_tokens, temperature)
         else:
-            # Every token of the text but the first is predicted from what stands before it.
-            whole = encode_texts(tokenizer, texts, plan.max_tokens)
-            prompts, answers = [ids[:1] for ids in whole], [ids[1:] for ids in whole]
-        # A prompt to which nothing was said has no position.
-        pairs = [pair for pair in zip(prompts, answers, strict=True) if pair[1]]
+            # Every token of the text but the first is predicted from the tokens before it.
+            whole = encode_texts(tokenizer, unit.texts, plan.max_tokens)
+            prompts, replies = [ids[:1] for ids in whole], [ids[1:] for ids in whole]
+        # A prompt with an empty answer has no position.
+        pairs = [pair for pair in zip(prompts, replies, strict=True) if pair[1]]
         if not pairs:
-            raise DataError(f"The model said nothing to the prompts of {split} unit {number}.")
-        parts = [self._along(runner, prompt, said) for prompt, said in pairs]
+            raise DataError(
+                f"Every answer to the prompts of {unit.split} unit {unit.number} is empty."
+            )
+        parts = [self._along(runner, prompt, reply) for prompt, reply in pairs]
         joined = {
             name: torch.cat([part[name] for part in parts], dim=1 if name == "states" else 0)
             for name in parts[0]
         }
-        lengths = torch.tensor([len(prompt) + len(said) for prompt, said in pairs])
+        lengths = torch.tensor([len(prompt) + len(reply) for prompt, reply in pairs])
         return {
             **joined,
             "tokens": torch.tensor([t for pair in pairs for t in (*pair[0], *pair[1])]).int(),
@@ -223,14 +223,14 @@ class Collection:
             "prompts": torch.tensor([len(prompt) for prompt, _ in pairs]),
         }
 
-    def _along(self, runner: DepthRunner, prompt: list[int], said: list[int]) -> dict[str, Tensor]:
-        """States and the full model's word at each position from which `said` was predicted."""
-        ids = torch.tensor([prompt + said], device=runner.input_device)
+    def _along(self, runner: DepthRunner, prompt: list[int], reply: list[int]) -> dict[str, Tensor]:
+        """States and the target tokens at each position from which `reply` was predicted."""
+        batch = TokenBatch(torch.tensor([prompt + reply], device=runner.input_device))
         first = len(prompt) - 1
         cuts = [layer + 1 for layer in self.plan.layers]
         states, hidden, cache = [], None, runner.new_cache(1)
         for lo, hi in zip([0, *cuts], [*cuts, runner.n_layers], strict=True):
-            hidden = runner.run(ids, lo, hi, cache=cache, hidden=hidden)
+            hidden = runner.run(batch, lo, hi, cache=cache, hidden=hidden)
             states.append(hidden[0, first:-1].cpu())
         assert hidden is not None
         logprobs = runner.logits(hidden[0, first:-1]).float().log_softmax(-1)
@@ -243,52 +243,14 @@ class Collection:
         }
 
 
-def pad_left(
-    tokenizer: Any, prompts: Sequence[Sequence[int]], device: Any
-) -> tuple[Tensor, Tensor]:
-    """Ids and mask of a left-padded batch, `[rows, longest]` each."""
-    pad, width = _pad(tokenizer), max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).to(ids)
-    return ids, mask
-
-
-def _pad(tokenizer: Any) -> int:
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+def _documents(tokens: Tensor, ends: Tensor, prompts: Tensor) -> list[tuple[list[int], int]]:
+    ids, stops = tokens.tolist(), ends.tolist()
+    return [
+        (ids[begin:end], prompt)
+        for begin, end, prompt in zip([0, *stops], stops, prompts.tolist(), strict=False)
+    ]
 
 
 def process() -> tuple[int, int]:
-    """Which process this is and how many there are, as `torchrun` and `accelerate launch` say."""
+    """The rank of this process and the number of processes, as set by `torchrun` or accelerate."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def self_answering(model: Any, tokenizer: Any) -> Answers:
-    """Answers by `model.generate`."""
-
-    def ask(
-        prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float
-    ) -> list[list[int]]:
-        options: dict[str, Any] = {"do_sample": False}
-        if temperature:
-            options = {"do_sample": True, "temperature": temperature, "top_k": 0}
-        return answer(model, tokenizer, prompts, new_tokens, **options)
-
-    return ask
-
-
-def answer(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], new_tokens: int, **options: Any
-) -> list[list[int]]:
-    """The model's answers to a batch of prompts, end-of-text token included."""
-    ids, mask = pad_left(tokenizer, prompts, model.device)
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=_pad(tokenizer), **options
-    )
-    width = ids.shape[1]
-    ends = model.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    said = []
-    for row in out[:, width:].tolist():
-        stop = next((k + 1 for k, token in enumerate(row) if token in ends), len(row))
-        said.append(row[:stop])
-    return said

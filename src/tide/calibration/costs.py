@@ -1,20 +1,27 @@
-"""Gives what layers, heads and routers cost on this device, measured."""
+"""The cost of layers, heads and routers on this device, measured."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tide.exits.blend import Blend, gather_opinions
+from tide.config import TIDEConfig
+from tide.exits.confidence import ConfidenceModel, gather_features
+from tide.exits.files import write_whole
 from tide.exits.heads import ExitHead, Readout
-from tide.exits.hints import Hint
+from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
-from tide.models.depth import DepthRunner
+from tide.models.runner import DepthRunner
+from tide.models.tokens import TokenBatch
+
+_WARM_UP, _REPEATS = 2, 10
 
 
 @dataclass(frozen=True)
@@ -23,10 +30,11 @@ class Costs:
 
     Attributes:
         layer: one layer.
-        start: what a pass costs beside its layers, however deep it goes.
-        head: final norm and the whole head.
-        exit_head: an exit head as it is asked: affine map, norm, the vocabulary read, the blend.
-        router: one router, its answer read.
+        start: the fixed cost of a pass, independent of its depth.
+        head: the final norm and the LM head.
+        exit_head: an exit head as it is served: affine map, norm, reduced vocabulary, confidence
+            model.
+        router: one router, including the transfer of its output to the host.
     """
 
     layer: float
@@ -36,8 +44,35 @@ class Costs:
     router: float
 
     def to_dict(self) -> dict[str, float]:
-        """As plain JSON."""
+        """As JSON."""
         return asdict(self)
+
+
+def load_or_measure(path: Path, runner: DepthRunner, vocabulary: int, config: TIDEConfig) -> Costs:
+    """The costs noted in `path`; measured and noted there if it holds none for these settings.
+
+    Measured once, so that an interrupted calibration resumes with the same costs.
+    """
+    settings = {
+        "vocabulary": vocabulary,
+        "bottleneck": config.router_bottleneck_dim,
+        "strategy": config.exit_strategy,
+    }
+    if path.exists():
+        known = json.loads(path.read_text())
+        if known.get("settings") == settings:
+            return Costs(**known["costs"])
+    text, parts = runner.config, runner.parts
+    reduced = torch.arange(min(vocabulary, text.vocab_size)) if vocabulary else None
+    found = measure_costs(
+        runner,
+        Readout(parts.norm, parts.head, text, reduced),
+        ExitHead(config.exit_strategy, text.hidden_size),
+        TokenRouter(text.hidden_size, config.router_bottleneck_dim),
+    )
+    note = json.dumps({"settings": settings, "costs": found.to_dict()})
+    write_whole(path, lambda scratch: scratch.write_text(note))
+    return found
 
 
 @torch.no_grad()
@@ -49,57 +84,70 @@ def measure_costs(
     *,
     context: int = 128,
 ) -> Costs:
-    """Measure in turns, after a prompt of at most `context` tokens, and take medians."""
+    """Time each part in turn, after a prompt of at most `context` tokens, and take medians."""
     n = runner.n_layers
     context = min(context, runner.config.max_position_embeddings - 1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, runner.config.vocab_size, (1, context + 1), generator=generator)
     ids = ids.to(runner.input_device)
+    prompt, token = TokenBatch(ids[:, :context]), TokenBatch(ids[:, context:])
     head, router = head.to(exit_readout.device, exit_readout.dtype), router.to(exit_readout.device)
-    blend, hint = Blend().to(exit_readout.device), [Hint()]
-    with runner:
-        cache = runner.new_cache(1)
-        runner.run(ids[:, :context], 0, n, cache=cache)
-        state = runner.run(ids[:, context:], 0, n, cache=cache)[0]
-        part = max(1, n // 2)
+    confidence_model, predictions = ConfidenceModel().to(exit_readout.device), [NGramPrediction()]
+    cache = runner.new_cache(1)
+    runner.run(prompt, 0, n, cache=cache)
+    state = runner.run(token, 0, n, cache=cache)[0]  # [1, hidden]
+    half = max(1, n // 2)
 
-        def layers(hi: int) -> Callable[[], Any]:
-            def run() -> None:
-                cache.fall_back([context])
-                runner.run(ids[:, context:], 0, hi, cache=cache)
+    def layers(hi: int) -> Callable[[], Any]:
+        def run() -> None:
+            cache.rollback([context])
+            runner.run(token, 0, hi, cache=cache)
 
-            return run
+        return run
 
-        def exit_head() -> None:
-            logits = exit_readout(head.lift(state.to(exit_readout.device)))
-            said = exit_readout.tokens(logits.argmax(-1)).tolist()
-            blend(gather_opinions(blend.features, logits, said, None, hint)).item()
+    def exit_head() -> None:
+        logits = exit_readout(head.transform(state.to(exit_readout.device)))
+        predicted = exit_readout.tokens(logits.argmax(-1)).tolist()
+        confidence_model(
+            gather_features(confidence_model.features, logits, predicted, None, predictions)
+        ).item()
 
-        sides: dict[str, Callable[[], Any]] = {
+    median = _medians(
+        {
             "all": layers(n),
-            "part": layers(part),
+            "half": layers(half),
             "head": lambda: runner.logits(state).argmax(-1).item(),
             "exit_head": exit_head,
             "router": lambda: router(state.to(router.up.weight)).item(),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in sides}
-        for turn in range(12):
-            for name, run in sides.items():
-                _wait()
-                began = time.perf_counter()
-                run()
-                _wait()
-                if turn >= 2:
-                    seconds[name].append(time.perf_counter() - began)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    layer = (median["all"] - median["part"]) / max(n - part, 1)
-    if layer <= 0:  # one layer only, or a machine too busy to tell half depth from whole depth
+    )
+    layer = (median["all"] - median["half"]) / max(n - half, 1)
+    if layer <= 0:  # one layer only, or a machine too busy to tell half depth from full depth
         layer = median["all"] / n
-    start = max(median["all"] - n * layer, 0.0)
-    return Costs(layer, start, median["head"], median["exit_head"], median["router"])
+    return Costs(
+        layer=layer,
+        start=max(median["all"] - n * layer, 0.0),
+        head=median["head"],
+        exit_head=median["exit_head"],
+        router=median["router"],
+    )
 
 
-def _wait() -> None:
-    """Let an accelerator finish what it was given, so that it is timed where it belongs."""
+def _medians(parts: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median seconds of each part, timed in turn so that all see the same load."""
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for repeat in range(_WARM_UP + _REPEATS):
+        for name, run in parts.items():
+            _synchronize()
+            began = time.perf_counter()
+            run()
+            _synchronize()
+            if repeat >= _WARM_UP:
+                seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _synchronize() -> None:
+    """Wait for an accelerator to finish its queue, so that work is timed where it belongs."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()

@@ -1,6 +1,6 @@
-"""Gives the documents of a calibration: prompts from a file, a data set or a list, and their split.
+"""The documents of a calibration: prompts from a file, a data set or a list, and their split.
 
-What cannot be had is an error. There is no stand-in text.
+A source that cannot be read is an error; no other text takes its place.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import Any
 
 from tide.errors import DataError
 
-SPLITS = ("fit", "gate", "certify")
+SPLITS = ("fit", "tuning", "certify")
 
-# Prompts that come with the package: enough to see exits at work, too few and alike to serve with.
+# Prompts that ship with the package: enough to see exits at work, too few and too similar for
+# serving.
 STARTER = Path(__file__).with_name("starter.txt")
 
-# Keys of a JSON line under which a text is looked for, most common first.
+# Keys of a JSON line that may hold the text, most common first.
 _TEXT_KEYS = ("text", "prompt", "question", "instruction", "turns")
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts, each in exactly one split; what was fitted on is never certified on."""
+    """Texts, each in exactly one split: no text used for fitting is used for certification."""
 
     fit: tuple[str, ...]
-    gate: tuple[str, ...]
+    tuning: tuple[str, ...]
     certify: tuple[str, ...]
 
     @property
@@ -49,59 +50,61 @@ def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> 
 
     Args:
         source: a `.txt` (a paragraph each), `.jsonl` or `.json` file, also gzipped; "starter" for
-            prompts that come with the package, enough to look and not to serve; the name of a data
-            set on the hub; or the texts themselves.
+            prompts that ship with the package, enough for a first look and not for serving; the
+            name of a data set on the hub; or the texts themselves.
         limit: most texts to take.
 
     Raises:
         DataError: if there is no such file or data set, or no text in it.
     """
     if isinstance(source, (str, Path)):
-        rows, name = _rows(source), str(source)
+        records, name = _records(source), str(source)
     else:
-        rows, name = (("", text) for text in source), "the list given"
-    return [text for _, text in _some(islice(_distinct(rows), limit), name)]
+        records, name = (("", text) for text in source), "the list given"
+    return [text for _, text in _nonempty(islice(_distinct(records), limit), name)]
 
 
 def load_by_category(source: str | Path, limit: int) -> list[tuple[str, str]]:
-    """Categories and texts, the same number of each category as far as they go, without repeats.
+    """Categories and texts, taken from the categories in turn, without repeats.
 
-    Rows of a `.jsonl` file may have a key "category"; a text without one has the category "".
+    Lines of a `.jsonl` file may have a key "category"; a text without one has the category "".
     """
-    rows = _distinct(_rows(source))
+    records = _distinct(_records(source))
     if not _path(source).exists():
-        rows = islice(rows, limit)  # a data set has no categories that we know, and may be large
+        records = islice(records, limit)  # a data set has no known categories and may be large
     by: dict[str, list[tuple[str, str]]] = {}
-    for category, text in _some(rows, str(source)):
+    for category, text in _nonempty(records, str(source)):
         by.setdefault(category, []).append((category, text))
     turns = zip_longest(*by.values())
-    return [row for turn in turns for row in turn if row is not None][:limit]
+    return [record for turn in turns for record in turn if record is not None][:limit]
 
 
 def split_documents(
-    texts: Sequence[str], *, seed: int = 0, gate: float = 0.2, certify: float = 0.15
+    texts: Sequence[str], *, seed: int = 0, tuning: float = 0.2, certify: float = 0.15
 ) -> Documents:
     """Split texts by document, at random by `seed`.
 
     Args:
-        gate, certify: shares kept for choosing thresholds and for certification.
+        tuning, certify: shares reserved for choosing thresholds and for certification.
     """
     if len(texts) < 3:
         raise DataError(
-            f"Got {len(texts)} texts; fitting, choosing and certifying need at least one each, and "
-            "a useful calibration some hundreds."
+            f"Got {len(texts)} texts; fitting, tuning and certification need at least one each, "
+            "and a useful calibration needs some hundreds."
         )
     order = list(texts)
     random.Random(seed).shuffle(order)
-    n_gate, n_certify = (max(1, round(share * len(order))) for share in (gate, certify))
-    rest = len(order) - n_gate - n_certify
+    n_tuning, n_certify = (max(1, round(share * len(order))) for share in (tuning, certify))
+    n_fit = len(order) - n_tuning - n_certify
     return Documents(
-        tuple(order[:rest]), tuple(order[rest : rest + n_gate]), tuple(order[rest + n_gate :])
+        fit=tuple(order[:n_fit]),
+        tuning=tuple(order[n_fit : n_fit + n_tuning]),
+        certify=tuple(order[n_fit + n_tuning :]),
     )
 
 
 def text_key(text: str) -> str:
-    """A short name of a text, by which it is known again without being kept."""
+    """A short hash that identifies a text without storing it."""
     return hashlib.sha256(text.strip().encode()).hexdigest()[:12]
 
 
@@ -114,16 +117,16 @@ def encode_prompts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> lis
         )["input_ids"]
     else:
         encoded = tokenizer(list(texts))["input_ids"]
-    # The end of a chat prompt is where the answer starts, so a long one is cut at its head.
+    # The answer starts at the end of a chat prompt, so a long prompt is cut at its beginning.
     return [list(ids[-max_tokens:]) for ids in encoded]
 
 
 def encode_texts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Token ids of plain texts, cut at the end."""
+    """Token ids of texts without a chat template, cut at the end."""
     return [list(ids[:max_tokens]) for ids in tokenizer(list(texts))["input_ids"]]
 
 
-def _rows(source: str | Path) -> Iterator[tuple[str, str]]:
+def _records(source: str | Path) -> Iterator[tuple[str, str]]:
     """Categories and texts of a file, or of a data set."""
     path = _path(source)
     if path.exists():
@@ -131,18 +134,19 @@ def _rows(source: str | Path) -> Iterator[tuple[str, str]]:
     return (("", text) for text in _from_hub(str(source)))
 
 
-def _distinct(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Each text once, without space around it; no empty ones."""
+def _distinct(records: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Each non-empty text once, stripped."""
     seen = set()
-    for category, text in rows:
+    for category, text in records:
         text = text.strip()
         if text and text not in seen:
             seen.add(text)
             yield category, text
 
 
-def _some(rows: Iterable[tuple[str, str]], name: str) -> list[tuple[str, str]]:
-    found = list(rows)
+def _nonempty(records: Iterable[tuple[str, str]], name: str) -> list[tuple[str, str]]:
+    """The records as a list; none at all is an error."""
+    found = list(records)
     if not found:
         raise DataError(f"There is no text in {name}. Name a file with one text per line.")
     return found
@@ -153,52 +157,56 @@ def _path(source: str | Path) -> Path:
 
 
 def _from_file(path: Path) -> Iterator[tuple[str, str]]:
-    """Categories and texts; the category is "" where none is given."""
+    """Categories and texts of a file; the category is "" where none is given."""
     is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _row_of(line, f"{path}, line {number}") if is_json else ("", line)
+                yield _parse(line, f"{path}, line {number}") if is_json else ("", line)
 
 
-def _row_of(line: str, where: str) -> tuple[str, str]:
+def _parse(line: str, where: str) -> tuple[str, str]:
+    """Category and text of one JSON line."""
     try:
-        row = json.loads(line)
+        record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}. Give one object per line.") from error
-    if isinstance(row, str):
-        return "", row
+    if isinstance(record, str):
+        return "", record
     for key in _TEXT_KEYS:
-        if isinstance(row, dict) and key in row:
-            value = row[key]
-            return str(row.get("category", "")), str(value[0] if isinstance(value, list) else value)
+        if isinstance(record, dict) and key in record:
+            return str(record.get("category", "")), _text(record[key])
     raise DataError(f"{where} has none of the keys {', '.join(_TEXT_KEYS)}.")
 
 
 def _from_hub(name: str) -> Iterator[str]:
-    """Stream a data set; texts are read until enough are there."""
+    """Texts of a data set, streamed, so that only as many as needed are read."""
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise DataError(
             f"There is no file {name!r}, and reading it as a Hugging Face data set needs the "
             "`datasets` package: `pip install datasets`. Or name a local .txt or .jsonl file, or "
-            "`starter`, the prompts that come with TIDE."
+            "`starter`, the prompts that ship with TIDE."
         ) from error
     config = "wikitext-2-raw-v1" if name == "wikitext" else None
     repository = "Salesforce/wikitext" if name == "wikitext" else name
     try:
-        rows = load_dataset(repository, config, split="train", streaming=True)
-        first = list(islice(rows, 1))
+        records = load_dataset(repository, config, split="train", streaming=True)
+        first = list(islice(records, 1))
     except Exception as error:
         raise DataError(
-            f"There is no file {name!r}, and the Hugging Face data set {repository!r} cannot be "
-            f"had: {type(error).__name__}: {error}. Name a local .txt or .jsonl file."
+            f"There is no file {name!r}, and the Hugging Face data set {repository!r} is not "
+            f"available: {type(error).__name__}: {error}. Name a local .txt or .jsonl file."
         ) from error
     key = next((k for k in _TEXT_KEYS if first and k in first[0]), None)
     if key is None:
-        raise DataError(f"Data set {repository!r} has none of the columns {', '.join(_TEXT_KEYS)}.")
-    for row in rows:
-        value = row[key]
-        yield str(value[0] if isinstance(value, list) else value)
+        raise DataError(f"Data set {repository!r} has none of the fields {', '.join(_TEXT_KEYS)}.")
+    for record in records:
+        yield _text(record[key])
+
+
+def _text(value: Any) -> str:
+    """A field as a text; of the turns of a conversation, the first."""
+    return str(value[0] if isinstance(value, list) else value)

@@ -1,4 +1,4 @@
-"""Gives progress bars with the time remaining, and the time and memory that each stage took."""
+"""Progress bars with the time remaining, and the time and memory of each stage."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-# Called with what is done and how much there is.
+# Called with the number of items done and their total.
 Tick = Callable[[int, int], None]
 
 
 @contextmanager
 def bars(quiet: bool) -> Iterator[Callable[[str], Tick]]:
-    """Bars on stderr, one per name that is asked for."""
-    columns = (
+    """Bars on stderr, one for each name."""
+    fields = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, disable=quiet, console=Console(stderr=True)) as shown:
+    with Progress(*fields, disable=quiet, console=Console(stderr=True)) as shown:
 
         def bar(name: str) -> Tick:
             task = shown.add_task(name, total=None)
@@ -39,11 +39,11 @@ def bars(quiet: bool) -> Iterator[Callable[[str], Tick]]:
 
 @dataclass
 class Stages:
-    """What each stage took.
+    """Time and memory of each stage.
 
     Attributes:
-        seconds: wall-clock time of each.
-        peak_mb: most memory that the process had had by the end of each.
+        seconds: wall-clock time of each stage.
+        peak_mb: peak memory of the process by the end of each stage.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Stages:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure what runs inside."""
+        """Measure the code that runs inside."""
         began = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - began, 1)
@@ -59,6 +59,6 @@ class Stages:
 
 
 def peak_memory_mb() -> int:
-    """Most memory this process has had, in MB."""
+    """Peak memory of this process, in MB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak // (1 << 20 if sys.platform == "darwin" else 1 << 10)

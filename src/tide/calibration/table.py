@@ -1,4 +1,4 @@
-"""Gives the draft table: what the model most often says after the last tokens. No model inside."""
+"""The draft table: the most frequent next token after each n-gram. Knows no model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def build_table(
     """The most frequent follower of every 1 to 3-gram of `sequences`, as tensors.
 
     Args:
-        budget: most bytes. What goes first is what a shorter n-gram says as well, then what was
-            seen least.
+        budget: most bytes. Entries that a shorter n-gram predicts as well are dropped first, then
+            the rarest.
 
     Returns:
         `keys_n`, the n-grams as numbers in base `vocabulary_size`, sorted; `next_n`, the follower
-        of each; `chance_n`, that it is that one, from 0 to 255; and `vocabulary_size`.
+        of each; `chance_n`, the probability of that follower, from 0 to 255; and
+        `vocabulary_size`.
     """
     arrays = [np.asarray(s, dtype=np.int64) for s in sequences]
     levels = {n: _followers(arrays, n, vocabulary_size) for n in (1, 2, 3)}
     kept = _within(budget // _ENTRY_BYTES, levels, vocabulary_size)
     tensors = {"vocabulary_size": torch.tensor(vocabulary_size)}
     for n, level in levels.items():
-        keys, following, chance, _ = (column[kept[n]] for column in level)
+        keys, following, chance, _ = (values[kept[n]] for values in level)
         tensors[f"keys_{n}"] = torch.from_numpy(keys)
         tensors[f"next_{n}"] = torch.from_numpy(following.astype(np.int32))
         tensors[f"chance_{n}"] = torch.from_numpy(np.round(255 * chance).astype(np.uint8))
@@ -37,7 +38,7 @@ def build_table(
 
 
 def _followers(arrays: list[np.ndarray], n: int, base: int) -> tuple[np.ndarray, ...]:
-    """Sorted keys, the commonest follower of each, the chance that it follows, and its count."""
+    """Sorted keys, the most frequent follower of each, its probability, and its count."""
     keys, nexts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for tokens in arrays:
         if len(tokens) > n:
@@ -54,22 +55,22 @@ def _followers(arrays: list[np.ndarray], n: int, base: int) -> tuple[np.ndarray,
     key, count = pairs[0][order], counts[order]
     last = np.flatnonzero(np.diff(key, append=-1))
     totals = np.add.reduceat(count, np.r_[0, last[:-1] + 1]) if len(last) else count
-    # One more in the total: what was seen once is not certain.
+    # One more in the total: a follower seen once is not certain.
     return key[last], pairs[1][order][last], count[last] / (totals + 1), count[last]
 
 
 def _within(
     most: int, levels: dict[int, tuple[np.ndarray, ...]], base: int
 ) -> dict[int, np.ndarray]:
-    """Which entries of each level stay so that at most `most` do."""
+    """The entries of each level to keep, at most `most` in all."""
     rank = []
     for n, (keys, following, _, count) in levels.items():
         redundant = np.zeros(len(keys), bool)
         if n > 1 and len(keys):
-            shorter, said, _, _ = levels[n - 1]
-            # Every n-gram's end is an (n-1)-gram of the same sequences, so it is found.
-            redundant = said[np.searchsorted(shorter, keys % base ** (n - 1))] == following
+            shorter, predicted, _, _ = levels[n - 1]
+            # The end of every n-gram is an (n-1)-gram of the same sequences, so it is in `shorter`.
+            redundant = predicted[np.searchsorted(shorter, keys % base ** (n - 1))] == following
         rank.append((np.full(len(keys), n), np.arange(len(keys)), redundant, -count))
-    level, place, redundant, rarity = (np.concatenate(column) for column in zip(*rank, strict=True))
-    order = np.lexsort((place, level, rarity, redundant))[:most]
-    return {n: np.sort(place[order][level[order] == n]) for n in levels}
+    level, index, redundant, rarity = (np.concatenate(part) for part in zip(*rank, strict=True))
+    order = np.lexsort((index, level, rarity, redundant))[:most]
+    return {n: np.sort(index[order][level[order] == n]) for n in levels}

@@ -1,4 +1,4 @@
-"""Gives the command line: `tide COMMAND`. One file per command, heavy imports inside its `run`."""
+"""The command line: `tide COMMAND`. One file per command, with heavy imports inside its `run`."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from typing import Any
 
 # Command -> what it does. Its file has `options(parser)` and `run(args)`.
 COMMANDS = {
-    "assess": "how much depth this model could save, before any training",
+    "assess": "measure how much depth a model could save, before any training",
     "calibrate": "fit exit heads, routers and a draft table",
-    "certify": "find thresholds that hold a risk, with a stated confidence",
-    "show": "tokens coloured by the depth they needed",
-    "bench": "every mode on the same prompts; or a search for prompts that fool the exits",
-    "report": "a benchmark as a page and as pictures",
-    "eval": "lm-evaluation-harness's own command, with TIDE as the model",
-    "serve": "vLLM's own server, with exits or drafts",
-    "export-draft": "write a calibrated exit as a draft model for speculation",
-    "env": "versions and devices, for bug reports",
-    "completion": "a script that completes commands and options in your shell",
+    "certify": "find thresholds that keep a risk, at a stated confidence",
+    "show": "print an answer with its tokens coloured by depth",
+    "bench": "time every mode on the same prompts, or search for adversarial prompts",
+    "report": "turn a benchmark into a page and charts",
+    "eval": "run lm-evaluation-harness with TIDE as the model",
+    "serve": "run vLLM's server with exits or drafts",
+    "export-draft": "write a calibrated exit as a draft model for speculative decoding",
+    "env": "print versions and devices, and the runner of a model, for bug reports",
+    "completion": "print a script that completes commands and options in your shell",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it went well, 1 if it could not, 2 if it was called wrongly."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    """Run a command; 0 on success, 1 on failure, 2 on wrong usage, 130 if interrupted."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     # Only the command that is called needs its options, and no command needs the others'.
-    parser = parser_of(words[:1])
-    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+    parser = parser_of(arguments[:1])
+    command = arguments[0] if arguments else "-"
+    if not command.startswith("-") and command not in COMMANDS:
         parser.error(
-            f"there is no command {words[0]!r}.{did_you_mean(words[0], COMMANDS)} "
-            f"There is {', '.join(COMMANDS)}."
+            f"there is no command {command!r}.{did_you_mean(command, COMMANDS)} "
+            f"The commands are {', '.join(COMMANDS)}."
         )
-    args, rest = parser.parse_known_args(words)
+    args, rest = parser.parse_known_args(arguments)
     if getattr(_module(args.command), "PASSES_ON", False):
         args.rest = rest
     elif rest and not rest[0].startswith("-"):
         args.parser.error(
-            f"{rest[0]!r} is one word too many. Options go after all words, or before."
+            f"unexpected argument {rest[0]!r}. Put options before or after all other arguments."
         )
     elif rest:
-        chosen = args.parser
-        known = [option for action in chosen._actions for option in action.option_strings]
-        hint = did_you_mean(rest[0].split("=")[0], known)
-        chosen.error(f"there is no option {rest[0]}.{hint}")
+        known = [option for action in args.parser._actions for option in action.option_strings]
+        suggestion = did_you_mean(rest[0].split("=")[0], known)
+        args.parser.error(f"there is no option {rest[0]}.{suggestion}")
     from tide.errors import TideError
 
     try:
@@ -87,17 +87,17 @@ def parser_of(filled: Collection[str]) -> argparse.ArgumentParser:
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds the default of an option, unless it is a switch or its help says it already."""
+    """Adds the default of an option, unless it is a switch or its help has it already."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         nothing = action.default is None or action.default is False or action.default == []
-        says = nothing or "(default" in (action.help or "")
-        return action.help if says else super()._get_help_string(action)
+        complete = nothing or "(default" in (action.help or "")
+        return action.help if complete else super()._get_help_string(action)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest of the known words; empty if none is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the closest known name; empty if none is close."""
+    near = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {near[0]}?" if near else ""
 
 

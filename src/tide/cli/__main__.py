@@ -1,4 +1,4 @@
-"""Gives `python -m tide.cli`."""
+"""The entry point of `python -m tide.cli`."""
 
 from tide.cli import main
 

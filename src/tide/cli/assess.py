@@ -1,4 +1,4 @@
-"""Gives `tide assess MODEL`."""
+"""The command `tide assess MODEL`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tide.cli.loading import conditions, data_options, load, model_options
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     model_options(parser)
     data_options(parser, samples=48)
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the result (default: no plot)"
     )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Assess, print the table, and draw it if asked to."""
+    """Assess, print the table, and draw it with `--plot`."""
     from tide.calibration.assess import assess
 
     model, tokenizer = load(args)

@@ -1,4 +1,4 @@
-"""Gives `tide bench MODEL DIR`: every mode on the same prompts; `--attack` looks for bad ones."""
+"""The command `tide bench MODEL DIR`: every mode on the same prompts, or an adversarial search."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tide.cli.loading import conditions, data_options, load, model_options
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     model_options(parser)
     parser.add_argument("artifact", metavar="DIR", help="an artifact from calibrate, or a hub id")
     data_options(parser, samples=16)
@@ -18,17 +18,19 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--risk", type=float, nargs="+", default=[], help="certified risks to run as well"
     )
     parser.add_argument(
-        "--boldness", type=float, nargs="+", default=[1.0],
-        help="uncertified thresholds to run: 1 is as calibrated, 0 lets nobody leave",
+        "--threshold-scale", type=float, nargs="+", default=[1.0],
+        help="uncertified thresholds to run: 1 is as calibrated, higher values exit more often",
     )  # fmt: skip
     parser.add_argument(
         "--draft", metavar="MODEL", help="a draft model for assisted generation (default: none)"
     )
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
     parser.add_argument(
-        "--attack", action="store_true", help="search for prompts that fool or deny the exits"
+        "--attack",
+        action="store_true",
+        help="search for prompts that cause wrong exits or prevent exits",
     )
-    parser.add_argument("--rounds", type=int, default=10, help="of the search")
+    parser.add_argument("--generations", type=int, default=10, help="with --attack: search steps")
     parser.add_argument("--out", type=Path, help="write the JSON here (default: nowhere)")
 
 
@@ -67,55 +69,58 @@ def _modes(
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from tide.bench.race import Entrants, Side, race
-    from tide.calibration.collect import pad_left
+    from tide.bench.compare import BASELINE, EngineMethods, Method, compare
+    from tide.calibration.answers import pad_left
     from tide.calibration.data import encode_prompts
     from tide.config import TIDEConfig
     from tide.engine import TIDE
 
-    plain = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    early = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
+    greedy = {"max_new_tokens": args.new_tokens, "do_sample": False}
+    exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
     engines = {
         "off": TIDE(model, made, TIDEConfig(mode="off")),
         "lossless": TIDE(model, made, check=False),
-        "exit without drafts": TIDE(model, made, early.with_(drafts=()), check=False),
+        "exit without drafts": TIDE(model, made, exits.with_(drafts=()), check=False),
     }
-    for bold in args.boldness:
-        engines[f"exit, boldness {bold:g}"] = TIDE(model, made, early, boldness=bold, check=False)
+    for scale in args.threshold_scale:
+        engine = TIDE(model, made, exits, threshold_scale=scale, check=False)
+        engines[f"exit, threshold scale {scale:g}"] = engine
     for risk in args.risk:
         engines[f"exit, risk {risk:g}"] = TIDE(model, made, risk=risk, check=False)
-    sides: dict[str, Side] = {
-        "generate": lambda prompt: model.generate(**prompt, **plain),
+    theirs: dict[str, Method] = {
+        BASELINE: lambda prompt: model.generate(**prompt, **greedy),
         "prompt lookup": lambda prompt: model.generate(
-            **prompt, **plain, prompt_lookup_num_tokens=10
+            **prompt, **greedy, prompt_lookup_num_tokens=10
         ),
     }
     if args.draft:
         draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=model.dtype).to(model.device)
-        sides["assisted generation"] = lambda prompt: model.generate(
-            **prompt, **plain, assistant_model=draft
+        theirs["assisted generation"] = lambda prompt: model.generate(
+            **prompt, **greedy, assistant_model=draft
         )
-    ours = Entrants(engines, plain)
+    ours = EngineMethods(engines, greedy)
     categories = [category for category, _ in prompts]
     encoded = []
     for ids in encode_prompts(tokenizer, [text for _, text in prompts], 512):
         tensors = pad_left(tokenizer, [ids], model.device)
         encoded.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
-    rows = race({**sides, **ours.sides}, encoded, ours.add, categories=categories)
-    for row in rows:
-        print(f"{row['side']:>20}: {row['speedup']:.2f}x, {row['ms_per_token']:.1f} ms per token")
-        if engine := engines.get(row["side"]):
-            row |= ours.counted(row["side"], categories)
-            row["mode"], row["boldness"] = engine.config.mode, engine.boldness
-            row["drafts"] = list(engine.config.drafts)
-            row["certificate"] = engine.certificate and engine.certificate.to_dict()
-    return rows
+    results = compare({**theirs, **ours.methods}, encoded, ours.add, categories=categories)
+    for found in results:
+        name = found["method"]
+        print(f"{name:>26}: {found['speedup']:.2f}x, {found['ms_per_token']:.1f} ms per token")
+        if name in engines:
+            engine = engines[name]
+            found |= ours.counted(name, categories)
+            found["mode"], found["threshold_scale"] = engine.config.mode, engine.threshold_scale
+            found["drafts"] = list(engine.config.drafts)
+            found["certificate"] = engine.certificate and engine.certificate.to_dict()
+    return results
 
 
 def _attack(
     args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[tuple[str, str]]
 ) -> Any:
-    from tide.bench.attack import GOALS, attack, defend
+    from tide.bench.attack import GOALS, Search, attack, defend
     from tide.calibration.progress import bars
     from tide.config import TIDEConfig
     from tide.engine import TIDE
@@ -124,30 +129,30 @@ def _attack(
     if len(args.risk) > 1:
         raise ConfigError(f"--attack takes one --risk; got {len(args.risk)}.")
     settings = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
-    texts, rows = [text for _, text in prompts], []
+    texts, results = [text for _, text in prompts], []
+    search = Search(args.generations, min(16, len(texts)), args.new_tokens)
     with bars(quiet=False) as bar:
         for goal in GOALS:
             if args.risk:  # a certificate brings its own settings
                 engine = TIDE(model, made, risk=args.risk[0])
             else:
-                engine = TIDE(model, made, settings, boldness=args.boldness[0])
-            engine.guard, guard = None, engine.guard  # the search must not trip what it attacks
-            found = attack(
-                engine, tokenizer, texts, goal, rounds=args.rounds,
-                population=min(16, len(texts)), new_tokens=args.new_tokens,
-                tick=bar(f"Attack: {goal}"),
-            )  # fmt: skip
-            engine.guard = guard
-            row = found.to_dict()
-            if guard is not None:
+                engine = TIDE(model, made, settings, threshold_scale=args.threshold_scale[0])
+            # The search must not trip the circuit breaker that it is about to test.
+            circuit_breaker, engine.circuit_breaker = engine.circuit_breaker, None
+            found = attack(engine, tokenizer, texts, goal, search, bar(f"Attack: {goal}"))
+            engine.circuit_breaker = circuit_breaker
+            result = found.to_dict()
+            if circuit_breaker is not None:
                 some = [attempt.text for attempt in found.end]
-                row["served"] = defend(engine, tokenizer, some, new_tokens=args.new_tokens)
-            rows.append(row)
-    for row in rows:
-        print(f"{row['goal']}: {row['start']['mean']:.1%} on average at the start, "
-              f"{row['end']['best']:.1%} at best and {row['end']['mean']:.1%} on average after "
-              f"{row['tried']} prompts")  # fmt: skip
-        if "served" in row:
-            print(f"  promised {row['served']['promised']:.1%}, the watch fired after "
-                  f"{row['served']['watch_fired_after']} sequences")  # fmt: skip
-    return rows
+                result["served"] = defend(engine, tokenizer, some, new_tokens=args.new_tokens)
+            results.append(result)
+    for result in results:
+        print(f"{result['goal']}: {result['start']['mean']:.1%} on average at the start, "
+              f"{result['end']['best']:.1%} at best and {result['end']['mean']:.1%} on average "
+              f"after {result['tried']} prompts")  # fmt: skip
+        if "served" in result:
+            after = result["served"]["drift_detected_after"]
+            drift = "no drift detected" if after is None else f"drift detected after {after}"
+            print(f"  certified bound {result['served']['certified_bound']:.1%}, {drift}"
+                  f"{'' if after is None else ' sequences'}")  # fmt: skip
+    return results

@@ -1,4 +1,4 @@
-"""Gives `tide calibrate MODEL -o DIR`."""
+"""The command `tide calibrate MODEL -o DIR`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from tide.cli.loading import conditions, data_options, load, model_options
 from tide.config import TIDEConfig
 
-INTERRUPTED = "The same command goes on from what has been collected, in the folder beside DIR."
+INTERRUPTED = "Run the same command again to resume from the states collected so far."
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     usual = TIDEConfig()
     model_options(parser)
     data_options(parser, usual.calibration_samples)
@@ -30,43 +30,45 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--bottleneck", type=int, default=usual.router_bottleneck_dim, help="size of the routers"
     )
     parser.add_argument(
-        "--risk", type=float, default=0.02, help="share of wrong tokens to choose gates for"
+        "--risk", type=float, default=0.02, help="error rate for which to choose the thresholds"
     )
     parser.add_argument(
-        "--vocabulary", type=int, default=8192, help="tokens that exit heads read; 0 for all"
+        "--vocabulary", type=int, default=8192, help="tokens that exit heads can predict; 0 for all"
     )
-    parser.add_argument("--new-tokens", type=int, default=160, help="longest answer")
+    parser.add_argument("--new-tokens", type=int, default=160, help="longest answer, in tokens")
     parser.add_argument(
         "--off-policy",
         action="store_true",
         help="calibrate on the texts themselves, not on the model's answers to them",
     )
     parser.add_argument(
-        "--exit-strategy", choices=("affine", "identity"), default="affine", help="exit heads"
-    )
+        "--exit-strategy", choices=("affine", "identity"), default="affine",
+        help="exit heads: fit an affine map per checkpoint, or none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--label", choices=("agreement", "cosine"), default="agreement",
+        help="training target of the routers",
+    )  # fmt: skip
     parser.add_argument(
         "--convergence-threshold",
         type=float,
         default=usual.convergence_threshold,
-        help="for --label cosine",
-    )
-    parser.add_argument(
-        "--label", choices=("agreement", "cosine"), default="agreement", help="what routers learn"
+        help="with --label cosine: similarity that counts as converged",
     )
     parser.add_argument(
         "--engine", choices=("transformers", "vllm"), default="transformers",
-        help="who answers the prompts; states are collected with transformers",
+        help="engine that answers the prompts; transformers always collects the states",
     )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of split, sampling and fitting")
+    parser.add_argument("--seed", type=int, default=0, help="seed of split, sampling and fitting")
     parser.add_argument(
         "--work",
         type=Path,
-        help="keep what was collected here, to fit again (default: beside DIR, removed at the end)",
+        help="keep the collected states here, to fit again (default: next to DIR, then removed)",
     )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Calibrate, save, and say what came out."""
+    """Calibrate, save, and print the model card."""
     from tide.calibration.pipeline import calibrate
     from tide.exits.card import model_card
     from tide.models.fingerprint import dtype_name

@@ -1,4 +1,4 @@
-"""Gives `tide certify MODEL DIR --risk R`."""
+"""The command `tide certify MODEL DIR --risk R`."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from tide.config import KV_CACHE_STRATEGIES
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     model_options(parser)
     parser.add_argument("artifact", type=Path, metavar="DIR", help="an artifact from calibrate")
     data_options(parser, samples=400)
     parser.add_argument(
-        "--risk", type=float, nargs="+", default=[0.02], help="shares of tokens that may differ"
-    )
-    parser.add_argument("--delta", type=float, default=0.05, help="chance that it may be wrong")
+        "--risk", type=float, nargs="+", default=[0.02],
+        help="shares of tokens that may differ from full depth",
+    )  # fmt: skip
     parser.add_argument(
-        "--kv", choices=KV_CACHE_STRATEGIES, default="deferred", help="K and V of early tokens"
+        "--delta", type=float, default=0.05, help="probability that a certificate is wrong"
+    )
+    parser.add_argument(
+        "--kv", choices=KV_CACHE_STRATEGIES, default="deferred", help="how exited tokens fill KV"
     )
     parser.add_argument(
         "--min-layers", type=int, help="use no exit below this depth (default: as calibrated)"
     )
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
-    parser.add_argument("--batch", type=int, default=8, help="rows decoded together")
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
+    parser.add_argument("--batch", type=int, default=8, help="sequences decoded together")
     parser.add_argument(
-        "--test", choices=("betting", "hoeffding-bentkus"), default="betting", help="whose p-value"
-    )
-    parser.add_argument(
-        "--force", action="store_true", help="certify risks below the noise of the dtype"
+        "--force", action="store_true", help="certify risks below the noise floor of the dtype"
     )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Certify, write the certificates into the artifact, and say what holds."""
+    """Certify, write the certificates into the artifact, and print them."""
     from tide import __version__
     from tide.calibration.bounds import fewest_sequences
     from tide.certify import certify
@@ -50,20 +50,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = TIDEConfig(kv_cache_strategy=args.kv, min_layers=least)
     found = certify(
         model, tokenizer, args.artifact, args.data, risk=args.risk, delta=args.delta,
-        config=config, samples=args.samples,
-        new_tokens=args.new_tokens, batch=args.batch, test=args.test, force=args.force,
-        version=__version__,
+        config=config, samples=args.samples, new_tokens=args.new_tokens, batch=args.batch,
+        force=args.force, version=__version__,
     )  # fmt: skip
     for certificate in found:
         print(
-            f"Risk {certificate.risk:g} holds with confidence {1 - certificate.delta:g}: boldness "
-            f"{certificate.boldness:g}, {certificate.estimate:.2%} measured on "
-            f"{certificate.sequences} sequences."
+            f"Risk {certificate.risk:g} is certified with confidence {1 - certificate.delta:g}: "
+            f"threshold scale {certificate.threshold_scale:g}, {certificate.estimate:.2%} measured "
+            f"on {certificate.sequences} sequences."
         )
     for risk in sorted(set(args.risk) - {certificate.risk for certificate in found}):
         print(
-            f"Risk {risk:g} was not shown to hold at any setting. Try more prompts: even if none "
-            f"differs it takes {fewest_sequences(risk, args.delta)}."
+            f"Risk {risk:g} could not be certified at any setting. Use more prompts: it takes at "
+            f"least {fewest_sequences(risk, args.delta)}, even if no token differs."
         )
     return {
         "conditions": conditions(model),

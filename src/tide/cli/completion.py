@@ -1,4 +1,4 @@
-"""Gives `tide completion SHELL`: a script that completes commands, options and files."""
+"""The command `tide completion SHELL`: a script that completes commands, options and files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
-    parser.add_argument("shell", choices=SHELLS, help="for which shell")
+    """Add the arguments of the command."""
+    parser.add_argument("shell", choices=SHELLS, help="your shell")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Gives `tide env`: versions and devices, for bug reports."""
+"""The command `tide env`: versions and devices, and the runner of a model, for bug reports."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 _PACKAGES = (
@@ -12,11 +13,25 @@ _PACKAGES = (
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes: nothing."""
+    """Add the arguments of the command."""
+    parser.add_argument(
+        "--model", metavar="MODEL",
+        help="a hub id or a folder: load it, attach, and name the runner (default: none)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Print what a bug report should have."""
+    """Print what a bug report needs."""
+    found = _system()
+    _show(found)
+    if args.model is not None:  # after the versions: they are needed most where attaching fails
+        attached = _attached(args.model)
+        _show(attached)
+        found |= attached
+    return found
+
+
+def _system() -> dict[str, Any]:
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -36,6 +51,25 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    for name, value in found.items():
-        print(f"{name:>16}  {value if isinstance(value, (str, int)) else ', '.join(value)}")
     return found
+
+
+def _attached(name: str) -> dict[str, Any]:
+    from tide.cli.loading import load_model
+    from tide.models.attach import attach
+    from tide.models.fingerprint import dtype_name, model_name
+
+    model = load_model(name)
+    runner = attach(model)
+    return {
+        "model": model_name(model),
+        "architecture": type(model).__name__,
+        "dtype": dtype_name(model),
+        "layers": runner.n_layers,
+        "runner": runner.name,
+    }
+
+
+def _show(found: Mapping[str, Any]) -> None:
+    for name, value in found.items():
+        print(f"{name + ':':>17} {', '.join(value) if isinstance(value, list) else value}")

@@ -1,4 +1,4 @@
-"""Gives `tide eval [lm_eval options]`: lm-evaluation-harness's own command, with TIDE as model."""
+"""The command `tide eval [lm_eval options]`: lm-evaluation-harness with TIDE as the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PASSES_ON = True  # all options are lm_eval's
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.usage = (
         "tide eval [-h] --model_args pretrained=MODEL,artifact=DIR[,risk=R] --tasks TASK,... "
         "[lm_eval options]"
@@ -18,17 +18,17 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Make the harness know us, and hand everything on to its command line."""
+    """Register the model with the harness, and pass everything on to its command line."""
     import sys
     from importlib import import_module
 
     import_module("tide.integrations.lm_eval")
     from lm_eval.__main__ import cli_evaluate
 
-    words = ["lm_eval", "--model", "tide", *args.rest]
-    before, sys.argv = sys.argv, words  # the harness reads nothing else
+    command = ["lm_eval", "--model", "tide", *args.rest]
+    before, sys.argv = sys.argv, command  # the harness reads nothing else
     try:
         cli_evaluate()
     finally:
         sys.argv = before
-    return {"command": words}
+    return {"command": command}

@@ -1,4 +1,4 @@
-"""Gives `tide export-draft MODEL DIR -o OUT`: an exit as a draft model for vLLM."""
+"""The command `tide export-draft MODEL DIR -o OUT`: an exit as a draft model for vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tide.cli.loading import load, model_options
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     model_options(parser)
     parser.add_argument("artifact", metavar="DIR", help="an artifact from calibrate, or a hub id")
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder to write")
@@ -18,7 +18,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Write the checkpoint, and say what it costs."""
+    """Write the draft model, and print what it costs."""
     from tide.exits.artifact import Artifact
     from tide.integrations.draft import export_draft
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     tokenizer.save_pretrained(args.out)
     print(
         f"Written to {args.out}: the first {layers} layers and the exit head, {share:.0%} of the "
-        "model's weights read per token. Worth it only if a guess costs little and is right often: "
-        "see docs/vllm.md for what was measured."
+        "model's weights read per token. It pays only if drafts are cheap and mostly accepted: "
+        "see docs/vllm.md for measurements."
     )
     return {"layers": layers, "share_of_weights": share, "out": str(args.out)}

@@ -1,4 +1,4 @@
-"""Gives what commands share: the model and its tokenizer, from a hub id or a folder."""
+"""The options that commands share, and loading: a model and its tokenizer by hub id or folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def data_options(parser: argparse.ArgumentParser, samples: int) -> None:
         default="wikitext",
         help="prompts: a .txt or .jsonl file, a data set, or starter, which comes with TIDE",
     )
-    parser.add_argument("--samples", type=int, default=samples, help="most prompts to take")
+    parser.add_argument("--samples", type=int, default=samples, help="number of prompts, at most")
 
 
 def processor() -> str:
@@ -44,7 +44,7 @@ def processor() -> str:
 
 
 def conditions(model: Any) -> dict[str, Any]:
-    """What a figure depends on, beside the options."""
+    """What a measurement depends on, apart from the options."""
     import torch
     import transformers
 
@@ -64,7 +64,7 @@ def conditions(model: Any) -> dict[str, Any]:
 
 
 def _near(model: str) -> list[str]:
-    """Models on this machine that may have been meant: in the hub's cache, or beside the folder."""
+    """Models on this machine with a similar name: in the hub's cache, or next to the folder."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -75,27 +75,41 @@ def _near(model: str) -> list[str]:
     folder = Path(model).parent
     if folder.is_dir():
         found += [str(folder / path.parent.name) for path in folder.glob("*/config.json")]
-    return [] if model in found else found  # if it is there, its name is not what is wrong
+    return [] if model in found else found  # if it exists, its name is not the problem
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model, in evaluation mode, and its tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device == "cuda" and "LOCAL_RANK" in os.environ:  # one device for each process
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    except (OSError, ValueError) as error:
+        raise _cannot_load(args.model, error) from error
+    return load_model(args.model, args.dtype, args.device), tokenizer
+
+
+def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any:
+    """A model in evaluation mode, from a hub id or a folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
         model = AutoModelForCausalLM.from_pretrained(
-            args.model, dtype=dtype, device_map=args.device
+            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), device_map=device
         )
     except (OSError, ValueError) as error:
-        raise UnsupportedModelError(
-            f"{args.model!r} cannot be loaded as a causal language model."
-            f"{did_you_mean(args.model, _near(args.model))} MODEL is a folder or a hub id. {error}"
-        ) from error
-    return model.eval(), tokenizer
+        raise _cannot_load(name, error) from error
+    return model.eval()
+
+
+def _cannot_load(name: str, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name!r} cannot be loaded as a causal language model."
+        f"{did_you_mean(name, _near(name))} MODEL is a folder or a hub id. {error}"
+    )

@@ -1,4 +1,4 @@
-"""Gives `tide report RUN.json --html FILE`: benchmarks as a page and as pictures."""
+"""The command `tide report RUN.json --html FILE`: benchmarks as a page and as charts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN.json", help="files from `tide bench --out`"
     )

@@ -1,4 +1,4 @@
-"""Gives `tide show MODEL [DIR] "prompt"`: tokens coloured by the depth they needed."""
+"""The command `tide show MODEL [DIR] "prompt"`: tokens coloured by the depth they needed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tide.cli.loading import conditions, load, model_options
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of the command."""
     parser.usage = "tide show [options] MODEL [DIR] PROMPT"
     model_options(parser)
     parser.add_argument(
-        "words", nargs="+", metavar="[DIR] PROMPT",
-        help="an artifact from calibrate, and what to ask; without an artifact, tokens of the "
-        "context are guessed and nothing leaves early",
+        "inputs", nargs="+", metavar="[DIR] PROMPT",
+        help="an artifact from calibrate, and the prompt; without an artifact, no token exits and "
+        "drafts come from the context",
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=("exit", "lossless"),
-        help="let tokens leave, or let them share passes (default: exit if there is an artifact)",
+        help="let tokens exit, or verify drafts (default: exit if there is an artifact)",
     )  # fmt: skip
     parser.add_argument(
         "--risk", type=float, help="a certified risk (default: thresholds as calibrated)"
@@ -29,10 +29,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threshold", type=float, help="one confidence for all exits, uncertified (default: none)"
     )
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
     parser.add_argument("--raw", action="store_true", help="use no chat template")
     parser.add_argument(
-        "--no-compare", action="store_true", help="do not time the bare model beside it"
+        "--no-compare", action="store_true", help="do not time HF generate for comparison"
     )
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a page as well (default: none)"
@@ -48,19 +48,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from tide.report.page import trace_page
     from tide.report.trace import Trace
 
-    folder, prompt = _words(args)
+    folder, prompt = _inputs(args)
     model, tokenizer = load(args)
     engine = _engine(args, model, folder)
     console = Console(highlight=False)
     encoded = _encode(tokenizer, prompt, args.raw).to(model.device)
-    asked = {"max_new_tokens": args.new_tokens, "do_sample": False}
+    greedy = {"max_new_tokens": args.new_tokens, "do_sample": False}
 
     def timed(generate: Any, **more: Any) -> tuple[list[int], float]:
         began = time.perf_counter()
-        out = generate(**encoded, **asked, **more)[0, encoded["input_ids"].shape[1] :].tolist()
+        out = generate(**encoded, **greedy, **more)[0, encoded["input_ids"].shape[1] :].tolist()
         return out, len(out) / (time.perf_counter() - began)
 
-    if not args.no_compare:  # the first call of a process pays for what later ones find ready
+    if not args.no_compare:  # the first call of a process is slower than later ones
         engine.generate(**encoded, max_new_tokens=4, do_sample=False)
     name = engine.config.mode
     tokens, speed = timed(engine.generate, streamer=DepthStreamer(engine, tokenizer, console))
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "risk": args.risk, "threshold": args.threshold, "new_tokens": args.new_tokens,
     }  # fmt: skip
     if not args.no_compare:
-        trace.speeds = {name: speed, "off": timed(model.generate)[1]}
+        trace.speeds = {name: speed, "HF generate": timed(model.generate)[1]}
     print_legend(trace, console)
     if args.html:
         write_whole(
@@ -82,8 +82,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "conditions": trace.conditions,
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": [
-            {"text": p.text, "depth": p.depth, "score": p.score, "source": p.source, "full": p.full}
-            for p in trace.pieces
+            {
+                "text": piece.text,
+                "depth": piece.depth,
+                "score": piece.score,
+                "draft_source": piece.draft_source,
+                "target_token": piece.target_token,
+            }
+            for piece in trace.pieces
         ],
         "layers_run": stats.layers_run,
         "layers_full": stats.layers_full,
@@ -93,20 +99,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _words(args: argparse.Namespace) -> tuple[str | None, str]:
-    """The artifact and the prompt; refuses what makes no sense before a model is loaded."""
+def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
+    """The artifact and the prompt; checks all options before a model is loaded."""
     from tide.errors import ConfigError
     from tide.exits.files import HEADER
 
-    *folders, prompt = args.words
+    *folders, prompt = args.inputs
     if len(folders) > 1:
         raise ConfigError(
-            f"Got {len(folders) + 1} words after MODEL; there are DIR and PROMPT. Put the prompt "
-            "in quotes."
+            f"Got {len(folders) + 1} arguments after MODEL; expected DIR and PROMPT. Put the "
+            "prompt in quotes."
         )
     if not folders and Path(prompt, HEADER).exists():
         raise ConfigError(
-            f"{prompt} is an artifact; what to ask is missing: tide show MODEL DIR PROMPT."
+            f"{prompt} is an artifact; the prompt is missing: tide show MODEL DIR PROMPT."
         )
     args.mode = args.mode or ("exit" if folders else "lossless")
     if args.mode == "exit" and not folders:
@@ -115,9 +121,9 @@ def _words(args: argparse.Namespace) -> tuple[str | None, str]:
             "calibrate MODEL -o DIR`."
         )
     if args.mode == "lossless" and (args.risk is not None or args.threshold is not None):
-        raise ConfigError("--mode lossless takes no --risk and no --threshold: nothing differs.")
+        raise ConfigError("--mode lossless takes no --risk and no --threshold: no token exits.")
     if args.risk is not None and args.threshold is not None:
-        raise ConfigError("--risk chooses the thresholds; give --risk or --threshold, not both.")
+        raise ConfigError("--risk sets the thresholds; give --risk or --threshold, not both.")
     return (folders[0] if folders else None), prompt
 
 

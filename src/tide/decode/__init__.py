@@ -1,1 +1,1 @@
-"""Decodes so that easy tokens stop early and guessed tokens go down together."""
+"""Decoding: easy tokens exit before the last layer, and drafted tokens are verified together."""

@@ -1,26 +1,108 @@
-"""Gives the exits of a model as the loop needs them: where they sit, who reads, who decides."""
+"""From an artifact to the exits of a model: loaded, checked, on the model's device."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 
-from tide.exits.artifact import Checkpoint
+from tide.config import TIDEConfig
+from tide.decode.exit_stage import Exits
+from tide.errors import ArtifactError, ConfigError
+from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import Readout
-from tide.exits.policy import Policy
+from tide.exits.policy import GatePolicy, Policy
 from tide.exits.table import ContinuationTable
+from tide.exits.thresholds import Thresholds
+from tide.models.fingerprint import fingerprint
+from tide.models.runner import DepthRunner
 
 
-@dataclass
-class Exits:
-    """The exits of a model, by depth; the table is for hints to the policy."""
+def load_artifact(
+    source: str | Path | Artifact | None, runner: DepthRunner, *, allow_mismatch: bool
+) -> Artifact:
+    """The artifact for a model, checked against it; an empty one if `source` is None."""
+    identity, hidden_size = fingerprint(runner.model, runner.parts), runner.config.hidden_size
+    if source is None:
+        return Artifact(identity, hidden_size)
+    made = source if isinstance(source, Artifact) else Artifact.from_pretrained(source)
+    made.require(identity, force=allow_mismatch)
+    if made.hidden_size != hidden_size:
+        raise ArtifactError(
+            f"This artifact is for hidden size {made.hidden_size}; the model has {hidden_size}. "
+            "Calibrate this model with `tide calibrate`."
+        )
+    return made
 
-    checkpoints: Sequence[Checkpoint]
-    readout: Readout
-    policy: Policy
-    table: ContinuationTable | None = None
 
-    def segments(self, n_layers: int) -> list[tuple[int, int]]:
-        """The ranges `[lo, hi)` into which the checkpoints cut the depth."""
-        cuts = [checkpoint.layer + 1 for checkpoint in self.checkpoints]
-        return list(zip([0, *cuts], [*cuts, n_layers], strict=True))
+def make_exits(
+    runner: DepthRunner,
+    artifact: Artifact,
+    config: TIDEConfig,
+    threshold_scale: float,
+    policy: Policy | None,
+) -> Exits:
+    """The exits that are used, by depth.
+
+    Checkpoints whose thresholds no token can reach are dropped: a gate that never lets a token
+    exit would only cost time.
+
+    Args:
+        threshold_scale: of the calibrated thresholds; see `Thresholds.scaled`.
+        policy: decides in place of the artifact's gates, at every checkpoint.
+    """
+    parts = runner.parts
+    readout = Readout(parts.norm, parts.head, runner.config, artifact.vocabulary)
+    table = ContinuationTable(artifact.table) if artifact.table else None
+    checkpoints: list[Checkpoint] = []
+    if config.mode != "off":
+        # Copies: the caller's artifact may serve another engine, on another device.
+        checkpoints = copy.deepcopy(artifact.checkpoints_from(config.min_layers))
+    _check_layers(checkpoints, runner.n_layers, config)
+    if policy is None:
+        thresholds = [_thresholds(c, config, threshold_scale) for c in checkpoints]
+        reachable = [i for i, wanted in enumerate(thresholds) if not wanted.unreachable]
+        checkpoints = [checkpoints[i] for i in reachable]
+        policy = GatePolicy(
+            [c.router for c in checkpoints],
+            [thresholds[i] for i in reachable],
+            [c.confidence_model for c in checkpoints],
+            readout.tokens,
+        )
+    for checkpoint in checkpoints:
+        checkpoint.to(runner.input_device, runner.model.dtype)
+    return Exits(checkpoints, readout, policy, table)
+
+
+def _thresholds(checkpoint: Checkpoint, config: TIDEConfig, threshold_scale: float) -> Thresholds:
+    """The calibrated thresholds; in mode "exit", `exit_threshold` for the stage that decides.
+
+    The stage that decides is the confidence model where there is one; else the exit head's top
+    probability where it has a threshold or there is no router; else the router.
+    """
+    wanted, threshold = checkpoint.thresholds, config.exit_threshold
+    if wanted != Thresholds() and (config.mode != "exit" or threshold is None):
+        return wanted.scaled(threshold_scale)
+    threshold = 0.85 if threshold is None else threshold
+    if wanted.router is not None and wanted.router > 1:  # calibration found that no exit pays
+        wanted = Thresholds()
+    if checkpoint.confidence_model is not None:
+        return replace(wanted, confidence=threshold)
+    if checkpoint.router is None or wanted.top_probability is not None:
+        return replace(wanted, top_probability=threshold)
+    return Thresholds(router=threshold)
+
+
+def _check_layers(checkpoints: Sequence[Checkpoint], depth: int, config: TIDEConfig) -> None:
+    if config.mode == "exit" and not checkpoints:
+        raise ConfigError(
+            f"mode='exit' needs an exit, and the artifact has none from layer {config.min_layers} "
+            "on. Calibrate the model, lower min_layers, or use mode='lossless'."
+        )
+    layers = [c.layer for c in checkpoints]
+    if layers != sorted(set(layers)) or any(not 0 <= layer < depth - 1 for layer in layers):
+        raise ConfigError(
+            f"Checkpoints after layers {layers}; they must be ascending and before the last of "
+            f"{depth} layers."
+        )

@@ -1,36 +1,78 @@
-"""Gives prefill with per-token exit: prompt tokens that are settled stop, the rest are compacted.
+"""Prefill: run the prompts, at full depth or with per-token exit.
 
-A token that stops writes K and V in the layers above from the state in which it left. The others
-attend to all keys and go on alone, so what is saved is computed less. Where decoding goes on from
-the prompts, the last token of every row goes to full depth.
+Where prompt tokens may exit, one that does writes KV in the layers above from the state in which it
+exited. The others attend to all keys and continue alone, so what is saved is computed less. Where
+decoding goes on from the prompts, the last token of every sequence goes to full depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache as cache_function
 
 import torch
 from torch import Tensor
 
 from tide.config import TIDEConfig
-from tide.decode.exits import Exits
-from tide.exits.hints import Hint, RowHints
-from tide.exits.policy import Place
+from tide.decode.batch import BatchState
+from tide.decode.exit_stage import Exits
+from tide.decode.pack import pack_tokens
+from tide.exits.ngrams import NGramPrediction, NGramPredictor
+from tide.exits.policy import Candidates, TokenPosition
 from tide.models.cache import WaterlineCache
-from tide.models.depth import DepthRunner
+from tide.models.runner import DepthRunner
+from tide.models.tokens import TokenBatch
+
+_MASK = 1 << 26  # most entries of an explicit mask: prompts that need more run in chunks
+_READ = 256  # prompt tokens whose logits are held at once
+
+
+def prefill_prompts(
+    runner: DepthRunner, exits: Exits, config: TIDEConfig, batch: BatchState
+) -> tuple[list[range], Tensor]:
+    """Run the prompts; the last token of each, and its state, `[sequences, 1, hidden]`."""
+    counts = [len(sequence.tokens) for sequence in batch.sequences]
+    prompts = [range(count) for count in counts]
+    tokens = pack_tokens(batch.sequences, prompts, runner.input_device, left=True)
+    if config.prefill_exit:
+        numbers = [sequence.index for sequence in batch.sequences]
+        done = PrefillWithExits(runner, exits, config, batch.cache).run(tokens, numbers)
+        last = done.last[:, None]
+    else:
+        last = _in_chunks(runner, tokens, counts, batch.cache)
+    batch.advance(0, batch.last, prompts)
+    return [range(count - 1, count) for count in counts], last
+
+
+def _in_chunks(
+    runner: DepthRunner, tokens: TokenBatch, counts: Sequence[int], cache: WaterlineCache
+) -> Tensor:
+    """Run left-padded prompts; the state of the last token of each, `[sequences, 1, hidden]`.
+
+    Prompts without padding need no explicit mask, and run at once. A mask takes
+    `[sequences, chunk, longest]`.
+    """
+    sequences, longest = tokens.ids.shape
+    chunk = longest
+    if tokens.valid is not None:
+        chunk = max(1, min(longest, _MASK // (sequences * longest)))
+        cache.align(counts)
+    for start in range(0, longest, chunk):
+        part = slice(start, start + chunk)
+        valid = None if tokens.valid is None else tokens.valid[:, part]
+        states = runner.run(TokenBatch(tokens.ids[:, part], valid), 0, runner.n_layers, cache=cache)
+    return states[:, -1:]
 
 
 @dataclass
 class Prefilled:
-    """What a prefill leaves behind.
+    """The result of a prefill with exits.
 
     Attributes:
-        last: the last layer's output for the last token of every row, `[rows, hidden]`; empty with
-            logits, where that token may leave too.
-        depths: layers that each column passed, `[rows, columns]`; 0 for padding.
-        logits: of every column, `[rows, columns, vocabulary]`; None unless asked for.
+        last: the last layer's output for the last token of every sequence, `[sequences, hidden]`;
+            empty with logits, where that token may exit too.
+        depths: layers that each token passed, `[sequences, tokens]`; 0 for padding.
+        logits: of every token, `[sequences, tokens, vocabulary]`; None unless wanted.
     """
 
     last: Tensor
@@ -39,124 +81,139 @@ class Prefilled:
 
 
 @dataclass
-class _Running:
-    """The tokens that have not left, compacted to the front: `[rows, most in a row, ...]`."""
+class _Continuing:
+    """The tokens that have not exited, compacted to the front: `[sequences, most in one, ...]`."""
 
-    columns: Tensor  # column of each in the batch as given
+    places: Tensor  # place of each in the batch as given
     valid: Tensor
     hidden: Tensor
 
+    def split(self, exits: Tensor) -> tuple[_Continuing, _Continuing]:
+        """Those that exit and those that continue, each compacted to the front."""
+        return self._compact(exits), self._compact(self.valid & ~exits)
 
-@torch.no_grad()
-def prefill(
-    runner: DepthRunner,
-    exits: Exits,
-    config: TIDEConfig,
-    cache: WaterlineCache,
-    ids: Tensor,
-    valid: Tensor,
-    rows: Sequence[int],
-    *,
-    with_logits: bool = False,
-) -> Prefilled:
-    """Run prompts, `ids` and `valid` `[rows, columns]`, through all layers, letting tokens leave.
-
-    Args:
-        rows: the number of each row in the batch as given, for the policy.
-        with_logits: read every token, where it left or at full depth, over the whole vocabulary: a
-            score needs the logit of a token that the exit heads do not read while decoding.
-    """
-    n = runner.n_layers
-    segments = exits.segments(n)
-    places = (valid.cumsum(1) - 1).clamp_min(0)  # [rows, columns]
-    final = valid & (places == places.amax(1, keepdim=True)) & (not with_logits)
-    depths = torch.where(valid, n, 0)
-    logits: Tensor | None = None
-    if with_logits:
-        shape = (*ids.shape, exits.readout.size)
-        logits = torch.zeros(shape, dtype=runner.model.dtype, device=ids.device)
-
-    @cache_function
-    def hints(row: int) -> list[Hint]:
-        """Of every token of a prompt; a policy may do without."""
-        tokens, found = ids[row][valid[row]].tolist(), RowHints(exits.table)
-        return [found.at(tokens, at, at + 1) for at in range(len(tokens))]
-
-    columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    first = runner.run(ids, *segments[0], cache=cache, valid=valid)
-    running = _Running(columns, valid, first)
-    for segment, (_, hi) in enumerate(segments[:-1]):
-        may_leave = running.valid & ~final.gather(1, running.columns)
-        leaves = _ask(exits, segment, running, may_leave, places, rows, hints)
-        if int(leaves.sum()) > config.compaction_threshold * int(running.valid.sum()):
-            gone, running = _split(running, leaves)
-            at = gone.columns
-            runner.fill_kv(
-                ids.gather(1, at), hi, n, cache=cache, hidden=gone.hidden, valid=gone.valid,
-                positions=places.gather(1, at),
-            )  # fmt: skip
-            row, k = gone.valid.nonzero(as_tuple=True)
-            depths[row, at[row, k]] = hi
-            if logits is not None:
-                lifted = exits.checkpoints[segment].head.lift(gone.hidden[row, k])
-                logits[row, at[row, k]] = runner.logits(lifted).to(logits)
-            if not running.valid.any():
-                break
-        at = running.columns
-        running.hidden = runner.run(
-            ids.gather(1, at), *segments[segment + 1], cache=cache, hidden=running.hidden,
-            valid=running.valid, positions=places.gather(1, at),
-        )  # fmt: skip
-    if logits is not None:
-        row, k = running.valid.nonzero(as_tuple=True)
-        full = runner.logits(running.hidden[row, k])
-        logits[row, running.columns[row, k]] = full.to(logits)
-    ends = final.gather(1, running.columns) & running.valid
-    return Prefilled(running.hidden[ends], depths, logits)
-
-
-def _ask(
-    exits: Exits,
-    segment: int,
-    running: _Running,
-    may_leave: Tensor,
-    places: Tensor,
-    rows: Sequence[int],
-    hints: Callable[[int], list[Hint]],
-) -> Tensor:
-    """Who leaves, boolean as `may_leave`."""
-    row, k = may_leave.nonzero(as_tuple=True)
-    leaves = torch.zeros_like(may_leave)
-    if not len(row):
-        return leaves
-    hidden = running.hidden[row, k]
-    positions = places[row, running.columns[row, k]].tolist()
-    asked = [Place(rows[r], p) for r, p in zip(row.tolist(), positions, strict=True)]
-    head = exits.checkpoints[segment].head
-
-    def read(chosen: Sequence[int]) -> Tensor:
-        return exits.readout(head.lift(hidden[list(chosen)]))
-
-    def hint(chosen: Sequence[int]) -> list[Hint]:
-        return [hints(int(row[i]))[positions[i]] for i in chosen]
-
-    decision = exits.policy.decide(segment, hidden, asked, read, hint, with_logits=False)
-    left = torch.tensor(decision.leaves, dtype=torch.long, device=row.device)
-    leaves[row[left], k[left]] = True
-    return leaves
-
-
-def _split(running: _Running, leaves: Tensor) -> tuple[_Running, _Running]:
-    """Those that leave and those that stay, each compacted to the front of its row."""
-
-    def compact(mask: Tensor) -> _Running:
+    def _compact(self, mask: Tensor) -> _Continuing:
         order = mask.int().argsort(dim=1, descending=True, stable=True)
         order = order[:, : int(mask.sum(1).max())]
-        wide = order[..., None].expand(-1, -1, running.hidden.shape[-1])
-        return _Running(
-            running.columns.gather(1, order),
-            mask.gather(1, order),
-            running.hidden.gather(1, wide),
+        expanded = order[..., None].expand(-1, -1, self.hidden.shape[-1])
+        return _Continuing(
+            self.places.gather(1, order), mask.gather(1, order), self.hidden.gather(1, expanded)
         )
 
-    return compact(leaves), compact(running.valid & ~leaves)
+
+class PrefillWithExits:
+    """Runs prompts through all layers, letting tokens exit.
+
+    Args:
+        runner: attached to the model.
+        exits: of the model.
+        config: `compaction_threshold` counts.
+        cache: empty.
+    """
+
+    def __init__(
+        self, runner: DepthRunner, exits: Exits, config: TIDEConfig, cache: WaterlineCache
+    ) -> None:
+        self.runner, self.exits, self.config, self.cache = runner, exits, config, cache
+
+    @torch.no_grad()
+    def run(
+        self, tokens: TokenBatch, numbers: Sequence[int], *, with_logits: bool = False
+    ) -> Prefilled:
+        """Run the prompts.
+
+        Args:
+            tokens: of the prompts.
+            numbers: of each sequence in the batch as given, for the policy.
+            with_logits: read every token, where it exited or at full depth, over the whole
+                vocabulary: a score needs the logit of a token that the exit heads do not read while
+                decoding.
+        """
+        runner, ids, n = self.runner, tokens.ids, self.runner.n_layers
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        if tokens.valid is not None:
+            valid = tokens.valid.bool()
+        segments = self.exits.segments(n)
+        self._ids, self._numbers = ids, numbers
+        self._positions = (valid.cumsum(1) - 1).clamp_min(0)  # [sequences, tokens]
+        ends = valid & (self._positions == self._positions.amax(1, keepdim=True))
+        final = ends & (not with_logits)
+        self._predictions = _Predictions(self.exits, ids, valid)
+        depths = torch.where(valid, n, 0)
+        logits: Tensor | None = None
+        if with_logits:
+            shape = (*ids.shape, self.exits.readout.size)
+            logits = torch.zeros(shape, dtype=runner.model.dtype, device=ids.device)
+        places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        first = runner.run(TokenBatch(ids, valid), *segments[0], cache=self.cache)
+        running = _Continuing(places, valid, first)
+        for segment, (_, hi) in enumerate(segments[:-1]):
+            may_exit = running.valid & ~final.gather(1, running.places)
+            exits = self._evaluate(segment, running, may_exit)
+            if int(exits.sum()) > self.config.compaction_threshold * int(running.valid.sum()):
+                gone, running = running.split(exits)
+                runner.fill_kv(self._tokens(gone), hi, n, cache=self.cache, hidden=gone.hidden)
+                where = gone.valid.nonzero(as_tuple=True)
+                depths[where[0], gone.places[where]] = hi
+                if logits is not None:
+                    head = self.exits.checkpoints[segment].head
+                    self._read_into(logits, gone, head.transform(gone.hidden[where]))
+                if not running.valid.any():
+                    break
+            running.hidden = runner.run(
+                self._tokens(running), *segments[segment + 1], cache=self.cache,
+                hidden=running.hidden,
+            )  # fmt: skip
+        if logits is not None:
+            where = running.valid.nonzero(as_tuple=True)
+            self._read_into(logits, running, running.hidden[where])
+        last = final.gather(1, running.places) & running.valid
+        return Prefilled(running.hidden[last], depths, logits)
+
+    def _tokens(self, some: _Continuing) -> TokenBatch:
+        at = some.places
+        return TokenBatch(self._ids.gather(1, at), some.valid, self._positions.gather(1, at))
+
+    def _read_into(self, logits: Tensor, some: _Continuing, states: Tensor) -> None:
+        sequence, k = some.valid.nonzero(as_tuple=True)
+        place = some.places[sequence, k]
+        for part in torch.arange(len(states), device=states.device).split(_READ):
+            read = self.runner.logits(states[part])
+            logits[sequence[part], place[part]] = read.to(logits)
+
+    def _evaluate(self, segment: int, running: _Continuing, may_exit: Tensor) -> Tensor:
+        """Which tokens exit, boolean as `may_exit`."""
+        where = may_exit.nonzero(as_tuple=True)
+        exits = torch.zeros_like(may_exit)
+        head, readout = self.exits.checkpoints[segment].head, self.exits.readout
+        hidden = running.hidden[where]
+        # One copy to the host for all, and logits of a few tokens at a time.
+        at = torch.stack([where[0], self._positions[where[0], running.places[where]]]).T.tolist()
+        for start in range(0, len(at), _READ):
+            states, some = hidden[start : start + _READ], at[start : start + _READ]
+            candidates = Candidates(
+                states,
+                [TokenPosition(self._numbers[s], position) for s, position in some],
+                lambda chosen, states=states: readout(head.transform(states[list(chosen)])),  # type: ignore[misc]
+                lambda chosen, some=some: [self._predictions.at(*some[k]) for k in chosen],  # type: ignore[misc]
+            )
+            decision = self.exits.policy.decide(segment, candidates, with_logits=False)
+            chosen = torch.tensor(decision.exits, dtype=torch.long, device=exits.device) + start
+            exits[where[0][chosen], where[1][chosen]] = True
+        return exits
+
+
+class _Predictions:
+    """N-gram predictions of every token of the prompts, made when a policy first needs one."""
+
+    def __init__(self, exits: Exits, ids: Tensor, valid: Tensor) -> None:
+        self._table, self._ids, self._valid = exits.table, ids, valid
+        self._made: dict[int, list[NGramPrediction]] = {}
+
+    def at(self, sequence: int, position: int) -> NGramPrediction:
+        """The prediction for what follows a token."""
+        if sequence not in self._made:
+            tokens = self._ids[sequence][self._valid[sequence]].tolist()
+            predictor = NGramPredictor(self._table)
+            self._made[sequence] = [predictor.at(tokens, p, p + 1) for p in range(len(tokens))]
+        return self._made[sequence][position]

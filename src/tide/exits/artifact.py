@@ -1,4 +1,4 @@
-"""Gives the artifact: what calibration made for one model, as JSON and safetensors.
+"""The artifact: what calibration made for one model, as JSON and safetensors.
 
 The forms it may have on disk are in `tide.exits.files`. Unknown keys, missing tensors and another
 model's fingerprint are errors.
@@ -17,36 +17,44 @@ import torch
 from torch import Tensor
 
 from tide.config import EXIT_STRATEGIES, TIDEConfig
-from tide.errors import ArtifactError, CertificateError
+from tide.errors import ArtifactError
 from tide.exits import files
-from tide.exits.blend import Blend
 from tide.exits.card import model_card
 from tide.exits.certificate import Certificate
+from tide.exits.confidence import ConfidenceModel
 from tide.exits.heads import ExitHead
-from tide.exits.policy import Gate
 from tide.exits.routers import TokenRouter
+from tide.exits.thresholds import Thresholds
 from tide.models.fingerprint import Fingerprint
 
-SCHEMA = 1
+SCHEMA = 2
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass
 class Checkpoint:
-    """One exit: the layer after which it sits (from 0), its head, and what decides who leaves."""
+    """One exit: the layer after which it sits (from 0), its head, and its gate.
+
+    Attributes:
+        layer: tokens may exit after it.
+        head: from the state there to logits.
+        router: the prefilter; None if there is none.
+        thresholds: of the gate.
+        confidence_model: of the gate; None if there is none.
+    """
 
     layer: int
     head: ExitHead
     router: TokenRouter | None = None
-    gate: Gate = field(default_factory=Gate)
-    blend: Blend | None = None
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    confidence_model: ConfidenceModel | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move it to where it is asked; only the head takes the model's dtype."""
+        """Move it to where it is evaluated; only the head takes the model's dtype."""
         self.head.to(device, dtype)
-        for judge in (self.router, self.blend):
-            if judge is not None:
-                judge.to(device)
+        for scorer in (self.router, self.confidence_model):
+            if scorer is not None:
+                scorer.to(device)
 
 
 @dataclass
@@ -75,17 +83,22 @@ class Artifact:
 
     @property
     def exits(self) -> str:
-        """Digest of all that decides who leaves and with which token; a certificate is for one."""
+        """Digest of all that decides which tokens exit, and as what; a certificate is for one."""
         header = {"checkpoints": self._header()["checkpoints"]}
         return files.digest(header, self._tensors())[:16]
 
-    def above(self, min_layers: int) -> list[Checkpoint]:
+    def checkpoints_from(self, min_layers: int) -> list[Checkpoint]:
         """The checkpoints that are at least so deep."""
         return [c for c in self.checkpoints if c.layer + 1 >= min_layers]
 
-    def thresholds(self, boldness: float, min_layers: int) -> dict[str, dict[str, float | None]]:
-        """The gates at some boldness, by layer, as plain JSON."""
-        return {str(c.layer): asdict(c.gate.at(boldness)) for c in self.above(min_layers)}
+    def thresholds(
+        self, threshold_scale: float, min_layers: int
+    ) -> dict[str, dict[str, float | None]]:
+        """The scaled thresholds by layer, as JSON values."""
+        return {
+            str(c.layer): asdict(c.thresholds.scaled(threshold_scale))
+            for c in self.checkpoints_from(min_layers)
+        }
 
     def save(self, path: str | Path) -> Path:
         """Write a folder, or one file if `path` ends in `.safetensors` or `.pt`."""
@@ -110,12 +123,19 @@ class Artifact:
                 "it again with `tide calibrate`."
             ) from error
 
-    def save_pretrained(self, folder: str | Path) -> Path:
-        """Write a folder, with the card that people read on the hub and the door for `generate`."""
+    def save_pretrained(self, folder: str | Path, *, name: str | None = None) -> Path:
+        """Write a folder, with the card that people read on the hub and the way in for `generate`.
+
+        Args:
+            folder: where to write.
+            name: the hub id, if the folder is to be uploaded; by default, `generate` looks for the
+                artifact where it was written.
+        """
         folder = self.save(folder)
-        for name, text in {files.CARD: model_card(self.record), **files.CUSTOM_GENERATE}.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(text)
+        entry = files.custom_generate(name or str(folder.resolve()))
+        for path, text in {files.CARD: model_card(self.record), **entry}.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(text)
         return folder
 
     @classmethod
@@ -142,42 +162,9 @@ class Artifact:
         api = HfApi()
         api.create_repo(name, private=private, exist_ok=True)
         with TemporaryDirectory() as folder:
-            self.save_pretrained(Path(folder) / "artifact")
+            self.save_pretrained(Path(folder) / "artifact", name=name)
             done = api.upload_folder(repo_id=name, folder_path=str(Path(folder) / "artifact"))
         return str(done)
-
-    def covering(
-        self,
-        risk: float,
-        delta: float,
-        dtype: str,
-        kv_cache_strategy: str,
-        min_layers: int | None = None,
-    ) -> Certificate:
-        """The boldest certificate that covers a risk under some conditions.
-
-        Args:
-            min_layers: exits below this depth are not used; None to take what is certified.
-
-        Raises:
-            CertificateError: if there is none; says what there is, and how to make one.
-        """
-        layers = None if min_layers is None else [c.layer for c in self.above(min_layers)]
-        exits, reasons, found = self.exits, [], []
-        for certificate in self.certificates:
-            misses = certificate.misses(risk, delta, exits, dtype, kv_cache_strategy, layers)
-            reasons += ["; ".join(misses)] if misses else []
-            found += [] if misses else [certificate]
-        if not found:
-            there = f" There is one that {', one that '.join(reasons)}." if reasons else ""
-            raise CertificateError(
-                f"No certificate covers risk {risk} at delta {delta} with {dtype} and "
-                f"kv_cache_strategy={kv_cache_strategy!r}.{there} Make one with `tide certify "
-                f"MODEL DIR --risk {risk} --dtype {dtype} --kv {kv_cache_strategy} --data "
-                "prompts.jsonl`."
-            )
-        # Of equally bold ones that which promises what was asked for, and not less.
-        return max(found, key=lambda certificate: (certificate.boldness, certificate.risk))
 
     def require(self, fingerprint: Fingerprint, *, force: bool = False) -> None:
         """Raise unless the artifact was made for the model with this fingerprint."""
@@ -199,14 +186,13 @@ class Artifact:
                 {
                     "layer": checkpoint.layer,
                     "strategy": checkpoint.head.strategy,
-                    "tail_layers": checkpoint.head.tail_layers,
                     "router": None
                     if checkpoint.router is None
                     else {"bottleneck": checkpoint.router.up.in_features},
-                    "gate": asdict(checkpoint.gate),
-                    "blend": None
-                    if checkpoint.blend is None
-                    else {"features": list(checkpoint.blend.features)},
+                    "thresholds": asdict(checkpoint.thresholds),
+                    "confidence_model": None
+                    if checkpoint.confidence_model is None
+                    else {"features": list(checkpoint.confidence_model.features)},
                 }
                 for checkpoint in self.checkpoints
             ],
@@ -221,7 +207,7 @@ class Artifact:
         if self.vocabulary is not None:
             tensors["vocabulary"] = self.vocabulary
         for i, checkpoint in enumerate(self.checkpoints):
-            for part in ("head", "router", "blend"):
+            for part in ("head", "router", "confidence_model"):
                 module = getattr(checkpoint, part)
                 if module is not None:
                     for name, tensor in module.state_dict().items():
@@ -230,50 +216,16 @@ class Artifact:
 
     @classmethod
     def _from(cls, header: Any, tensors: dict[str, Tensor]) -> Artifact:
-        _keys(
-            header,
-            {
-                "schema",
-                "fingerprint",
-                "hidden_size",
-                "config",
-                "checkpoints",
-                "table",
-                "vocabulary",
-                "record",
-                "certificates",
-            },
-            "the artifact",
-        )
-        if header["schema"] != SCHEMA:
-            raise ValueError(f"schema {header['schema']} is not {SCHEMA}")
+        if isinstance(header, Mapping) and header.get("schema") != SCHEMA:
+            raise ValueError(
+                f"it has schema {header.get('schema')}, and this version reads {SCHEMA}"
+            )
+        _keys(header, _HEADER_KEYS, "the artifact")
         hidden_size, tensors = int(header["hidden_size"]), dict(tensors)
-        checkpoints = []
-        for i, row in enumerate(header["checkpoints"]):
-            where = f"checkpoint {i}"
-            _keys(row, {"layer", "strategy", "tail_layers", "router", "gate", "blend"}, where)
-            _keys(row["gate"], {"router", "top_probability", "blend"}, f"the gate of {where}")
-            if row["strategy"] not in EXIT_STRATEGIES:
-                raise ValueError(f"unknown exit strategy {row['strategy']!r} at {where}")
-            head = ExitHead(row["strategy"], hidden_size, int(row["tail_layers"]))
-            router = None
-            if row["router"] is not None:
-                _keys(row["router"], {"bottleneck"}, f"the router of {where}")
-                router = TokenRouter(hidden_size, int(row["router"]["bottleneck"]))
-            blend = None
-            if row["blend"] is not None:
-                _keys(row["blend"], {"features"}, f"the blend of {where}")
-                blend = Blend(tuple(row["blend"]["features"]))
-            for part, module in (("head", head), ("router", router), ("blend", blend)):
-                if module is not None:
-                    prefix = f"checkpoints.{i}.{part}."
-                    names = [name for name in tensors if name.startswith(prefix)]
-                    state = {name.removeprefix(prefix): tensors.pop(name) for name in names}
-                    module.load_state_dict(state)  # strict: raises on a missing or strange tensor
-                    module.to(next(iter(state.values())).dtype if state else torch.float32)
-                    module.requires_grad_(False)
-            gate = Gate(**row["gate"])
-            checkpoints.append(Checkpoint(int(row["layer"]), head, router, gate, blend))
+        checkpoints = [
+            _checkpoint(i, entry, hidden_size, tensors)
+            for i, entry in enumerate(header["checkpoints"])
+        ]
         table = {name: tensors.pop(f"table.{name}") for name in header["table"]}
         vocabulary = tensors.pop("vocabulary") if header["vocabulary"] is not None else None
         if tensors:
@@ -286,13 +238,47 @@ class Artifact:
             vocabulary,
             table,
             header["record"],
-            [Certificate.from_dict(row) for row in header["certificates"]],
+            [Certificate.from_dict(entry) for entry in header["certificates"]],
         )
 
 
-def _keys(row: Any, allowed: set[str], what: str) -> None:
-    if not isinstance(row, Mapping):
-        raise TypeError(f"{what} is a {type(row).__name__}, not an object")
-    if set(row) != allowed:
-        strange, missing = sorted(set(row) - allowed), sorted(allowed - set(row))
-        raise ValueError(f"{what} has unknown keys {strange} and lacks {missing}")
+_HEADER_KEYS = {
+    "schema", "fingerprint", "hidden_size", "config", "checkpoints", "table", "vocabulary",
+    "record", "certificates",
+}  # fmt: skip
+
+
+def _checkpoint(
+    number: int, entry: Any, hidden_size: int, tensors: dict[str, Tensor]
+) -> Checkpoint:
+    """The checkpoint that an entry of the header describes; takes its tensors out of `tensors`."""
+    where = f"checkpoint {number}"
+    _keys(entry, {"layer", "strategy", "router", "thresholds", "confidence_model"}, where)
+    _keys(entry["thresholds"], set(Thresholds.__match_args__), f"the thresholds of {where}")
+    if entry["strategy"] not in EXIT_STRATEGIES:
+        raise ValueError(f"unknown exit strategy {entry['strategy']!r} at {where}")
+    head = ExitHead(entry["strategy"], hidden_size)
+    router = model = None
+    if entry["router"] is not None:
+        _keys(entry["router"], {"bottleneck"}, f"the router of {where}")
+        router = TokenRouter(hidden_size, int(entry["router"]["bottleneck"]))
+    if entry["confidence_model"] is not None:
+        _keys(entry["confidence_model"], {"features"}, f"the confidence model of {where}")
+        model = ConfidenceModel(tuple(entry["confidence_model"]["features"]))
+    for part, module in (("head", head), ("router", router), ("confidence_model", model)):
+        if module is not None:
+            prefix = f"checkpoints.{number}.{part}."
+            names = [name for name in tensors if name.startswith(prefix)]
+            state = {name.removeprefix(prefix): tensors.pop(name) for name in names}
+            module.load_state_dict(state)  # strict: raises on a missing or unknown tensor
+            module.to(next(iter(state.values())).dtype if state else torch.float32)
+            module.requires_grad_(False)
+    return Checkpoint(int(entry["layer"]), head, router, Thresholds(**entry["thresholds"]), model)
+
+
+def _keys(entry: Any, allowed: set[str], what: str) -> None:
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"{what} is a {type(entry).__name__}, not an object")
+    if set(entry) != allowed:
+        unknown, missing = sorted(set(entry) - allowed), sorted(allowed - set(entry))
+        raise ValueError(f"{what} has unknown keys {unknown} and lacks {missing}")

@@ -1,4 +1,4 @@
-"""Gives the model card: what an artifact is, what was measured when it was made, how to use it."""
+"""The model card: what an artifact is, what was measured when it was made, how to use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "",
         f"# TIDE artifact for {base}",
         "",
-        "Exit heads, gates and a draft table for a frozen causal language model. It holds no "
+        "Exit heads, thresholds and a draft table for a frozen causal language model. It holds no "
         "weights of the model, and no code but the import that lets `generate` find it.",
         "",
         "```python",
@@ -27,7 +27,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "",
         f'model = AutoModelForCausalLM.from_pretrained("{base}")',
         'engine = TIDE(model, "path/to/this/folder")  # lossless',
-        'early = TIDE(model, "path/to/this/folder", TIDEConfig(exit_threshold=None))  # may differ',
+        'engine = TIDE(model, "path/to/this/folder", TIDEConfig(exit_threshold=None))  # exits',
         "# or, without an engine of your own (runs the code in custom_generate/):",
         'model.generate(..., custom_generate="path/to/this/folder", trust_remote_code=True)',
         "```",
@@ -42,31 +42,31 @@ def model_card(record: Mapping[str, Any]) -> str:
         lines += [
             "## How it was made",
             "",
-            f"On {documents['fit']} documents for fitting and {documents['gate']} for gates"
+            f"On {documents['fit']} documents for fitting and {documents['tuning']} for thresholds"
             f"{', answered by the model itself' if record.get('on_policy') else ''}; "
             f"{documents['certify']} were set aside for certification. Thresholds were chosen, not "
-            "certified: `tide certify` makes the promise.",
+            "certified: `tide certify` does that.",
         ]
     return "\n".join(lines) + "\n"
 
 
 def _heads(heads: Mapping[str, Any]) -> list[str]:
-    rows = ["| after layers | agrees with full depth | untrained |", "|---|---|---|"]
+    lines = ["| after layers | agrees with full depth | untrained |", "|---|---|---|"]
     for layer, fitted, identity in zip(
         heads["layers"], heads["agreement"], heads["identity"], strict=True
     ):
-        rows.append(f"| {layer + 1} | {fitted:.1%} | {identity:.1%} |")
-    return rows
+        lines.append(f"| {layer + 1} | {fitted:.1%} | {identity:.1%} |")
+    return lines
 
 
 def _exits(record: Mapping[str, Any]) -> list[str]:
-    rows = ["| chosen for | exits after layers | tokens that leave | wrong | depth saved |"]
-    rows.append("|---|---|---|---|---|")
+    lines = ["| chosen for | exits after layers | exit rate | error rate | depth saved |"]
+    lines.append("|---|---|---|---|---|")
     for risk, options in record["exits"].items():
         found = next(option for option in options if option["best"])
         after = ", ".join(str(layer + 1) for layer in found["layers"])
-        rows.append(
-            f"| {float(risk):.0%} | {after} | {found['leave']:.1%} | {found['wrong']:.1%} | "
-            f"{found['depth_saved']:.1%} |"
+        lines.append(
+            f"| {float(risk):.0%} | {after} | {found['exit_rate']:.1%} | "
+            f"{found['error_rate']:.1%} | {found['depth_saved']:.1%} |"
         )
-    return rows
+    return lines

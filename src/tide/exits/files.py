@@ -1,4 +1,4 @@
-"""Gives the files of an artifact: a header of plain JSON and tensors, with a digest over both.
+"""The files of an artifact: a header in JSON and tensors, with a digest over both.
 
 A folder with `tide.json` and `tide.safetensors`, or one `.safetensors` file with the JSON in its
 metadata. A `.pt` file holds the same and is read with `weights_only=True`, so no file can run code.
@@ -25,21 +25,35 @@ HEADER, TENSORS, CARD = "tide.json", "tide.safetensors", "README.md"
 
 # What `model.generate(custom_generate=FOLDER, trust_remote_code=True)` looks for. It first reads
 # the imports, and for a missing one advises to install a package of the module's name, which is not
-# ours; those inside a `try` it leaves to the requirements.
-CUSTOM_GENERATE = {
-    "custom_generate/generate.py": '''"""Decodes with the TIDE artifact of this repository."""
+# ours; those inside a `try` are up to the requirements. It copies this file and runs the copy,
+# so the file names the artifact that it belongs to.
+_GENERATE = '''"""Decodes with the TIDE artifact of this repository."""
+
+from functools import partial
 
 try:
-    from tide.integrations.huggingface import generate  # noqa: F401
+    from tide.integrations.huggingface import generate as _generate
 except ImportError as error:
     raise ImportError("This needs TIDE: pip install tide-llm") from error
-''',
-    "custom_generate/requirements.txt": "tide-llm\n",
-}
+
+generate = partial(_generate, artifact={artifact!r})
+'''
+
+
+def custom_generate(artifact: str) -> dict[str, str]:
+    """The files, by path, that let `generate` find an artifact.
+
+    Args:
+        artifact: its folder or hub id.
+    """
+    return {
+        "custom_generate/generate.py": _GENERATE.format(artifact=artifact),
+        "custom_generate/requirements.txt": "tide-llm\n",
+    }
 
 
 def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write an artifact; an interruption while writing leaves what was there before."""
+    """Write an artifact; an interruption while writing keeps what was there before."""
     header = {**header, "digest": digest(header, tensors)}
     text = json.dumps(header, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,14 +88,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         text, tensors = _read(path)
         header = json.loads(text)
-        said, found = header.pop("digest"), digest(header, tensors)
+        written, found = header.pop("digest"), digest(header, tensors)
     except Exception as error:
         # torch.load raises a different class for every way in which a pickle can be bad.
         raise ArtifactError(
             f"{path} cannot be read as a TIDE artifact ({reason(error)}). It is damaged, is not "
             "an artifact, or holds code, which is never run. Make it again with `tide calibrate`."
         ) from error
-    if said != found:
+    if written != found:
         raise ArtifactError(
             f"{path} is not what was written: its digest differs. It was damaged or edited. Fetch "
             "it again, or make it again with `tide calibrate`."

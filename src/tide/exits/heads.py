@@ -1,4 +1,4 @@
-"""Gives exit heads: from the state in which a token leaves to logits. Knows no cache, no loop."""
+"""Exit heads: from the state in which a token exits to logits. Knows no cache, no loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tide.errors import UnsupportedModelError
-from tide.models.depth import scale_logits
+from tide.models.runner import scale_logits
 
 
 class Readout:
@@ -17,7 +17,7 @@ class Readout:
     Args:
         norm, head: the model's own modules.
         config: the model's text config, for families that scale their logits.
-        vocabulary: ids of the tokens to read, `[v]`; the head then costs only those rows.
+        vocabulary: ids of the tokens to read, `[v]`; the head then costs only those.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Readout:
                 )
             if weight.shape[0] != self.size:
                 raise UnsupportedModelError(
-                    f"The head's weight has shape {list(weight.shape)}, not one row for each of "
+                    f"The head's weight has shape {list(weight.shape)}, not one vector for each of "
                     f"{self.size} tokens: it is packed, and cannot be read in part. Calibrate with "
-                    "vocabulary=0, or leave the head unquantised."
+                    "vocabulary=0, or keep the head unquantised."
                 )
             self.vocabulary = vocabulary = vocabulary.to(weight.device)
             self._weight = weight.detach()[vocabulary].contiguous()
@@ -52,6 +52,8 @@ class Readout:
         if self._weight is None:
             logits = self.head(states)
         else:
+            # A tied head may be on another device than the norm (device_map="auto").
+            states = states.to(self._weight.device)
             logits = nn.functional.linear(states, self._weight, self._bias)
         return scale_logits(self.config, logits)
 
@@ -69,36 +71,34 @@ class Readout:
         """Token ids of indices into the logits."""
         return index if self.vocabulary is None else self.vocabulary[index]
 
-    def widen(self, logits: Tensor) -> Tensor:
+    def scatter_to_vocab(self, logits: Tensor) -> Tensor:
         """Logits over all tokens; those not read get -inf. `[n, v]` to `[n, vocabulary]`."""
         if self.vocabulary is None:
             return logits
-        wide = logits.new_full((len(logits), self.size), -torch.inf)
-        wide[:, self.vocabulary] = logits
-        return wide
+        scattered = logits.new_full((len(logits), self.size), -torch.inf)
+        scattered[:, self.vocabulary] = logits
+        return scattered
 
 
 class ExitHead(nn.Module):
     """What happens to a state between a checkpoint and the readout.
 
     Args:
-        strategy: "identity" (nothing, as published), "affine" (a residual affine map) or "tail"
-            (a residual affine map, then the model's own last layers, skipping the middle).
+        strategy: "identity" (nothing, as published) or "affine" (a residual affine map).
         hidden_size: size of the state.
-        tail_layers: for "tail", how many of the last layers finish the token.
     """
 
-    def __init__(self, strategy: str, hidden_size: int, tail_layers: int = 0) -> None:
+    def __init__(self, strategy: str, hidden_size: int) -> None:
         super().__init__()
-        self.strategy, self.tail_layers = strategy, tail_layers
+        self.strategy = strategy
         self.affine: nn.Linear | None = None
         if strategy != "identity":
             self.affine = nn.Linear(hidden_size, hidden_size)
             nn.init.zeros_(self.affine.weight)
             nn.init.zeros_(self.affine.bias)
 
-    def lift(self, hidden: Tensor) -> Tensor:
-        """The state to be read, or to be finished by the tail. `[..., hidden]`."""
+    def transform(self, hidden: Tensor) -> Tensor:
+        """The state to be read, `[..., hidden]`."""
         if self.affine is None:
             return hidden
         return hidden + self.affine(hidden.to(self.affine.weight)).to(hidden)

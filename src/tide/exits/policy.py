@@ -1,197 +1,171 @@
-"""Gives policies: from states at a checkpoint to who leaves there, and with which logits."""
+"""Policies: from states at a checkpoint to the tokens that exit there, and with which logits."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tide.exits.blend import Blend, gather_opinions
-from tide.exits.hints import Hint
+from tide.exits.confidence import ConfidenceModel, gather_features
+from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
+from tide.exits.thresholds import Thresholds
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a token stands: its row in the batch as given, and its position there."""
+class TokenPosition:
+    """Where a token stands: its sequence in the batch as given, and its position there."""
 
-    row: int
+    sequence: int
     position: int
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Tokens at a checkpoint that may exit there.
+
+    Attributes:
+        hidden: their states, `[n, hidden]`.
+        positions: where they stand.
+        read: logits of the exit head for some of them, by index, `[len(indices), v]`.
+        predict: n-gram predictions for some of them, by index.
+    """
+
+    hidden: Tensor
+    positions: Sequence[TokenPosition]
+    read: Callable[[Sequence[int]], Tensor]
+    predict: Callable[[Sequence[int]], list[NGramPrediction]]
 
 
 @dataclass
 class Decision:
-    """Who leaves at a checkpoint.
+    """Which candidates exit.
 
     Attributes:
-        leaves: indices of the states that leave, ascending.
-        logits: what the exit head says for them, `[len(leaves), v]`; None if it was not read.
-        scores: confidence of each state asked, for the record; NaN where none was computed.
+        exits: indices of the candidates that exit, ascending.
+        logits: of the exit head for them, `[len(exits), v]`; None if it was not read.
+        tokens: index of the largest of those logits, `[len(exits)]`; None if not computed.
+        scores: confidence of each candidate, for the record; NaN where none was computed.
     """
 
-    leaves: list[int]
+    exits: list[int]
     logits: Tensor | None
+    tokens: Tensor | None
     scores: list[float]
 
 
-# Logits of the exit head, `[n, v]`, and hints, for some of the states asked about.
-ReadHead = Callable[[Sequence[int]], Tensor]
-GetHints = Callable[[Sequence[int]], list[Hint]]
-
-
 class Policy(Protocol):
-    """Decides, at each checkpoint, which tokens leave."""
+    """Decides, at each checkpoint, which tokens exit."""
 
     def decide(
-        self,
-        checkpoint: int,
-        hidden: Tensor,
-        places: Sequence[Place],
-        read: ReadHead,
-        hints: GetHints,
-        *,
-        with_logits: bool = True,
+        self, checkpoint: int, candidates: Candidates, *, with_logits: bool = True
     ) -> Decision:
-        """Decide for states `hidden`, `[n, hidden]`, at the `checkpoint`-th checkpoint.
+        """Decide for candidates at the `checkpoint`-th checkpoint.
 
         Without `with_logits`, the head is read only where the decision needs it.
         """
         ...
 
 
-@dataclass(frozen=True)
-class Gate:
-    """Thresholds of one checkpoint; a token leaves if it passes all that are set.
-
-    Attributes:
-        router: least confidence of the router, which is asked first and needs no logits.
-        top_probability: least top probability of the exit head.
-        blend: least chance that the blend gives the token.
-    """
-
-    router: float | None = None
-    top_probability: float | None = None
-    blend: float | None = None
-
-    def at(self, boldness: float) -> Gate:
-        """The gate made bolder or safer: the chance of being wrong that is taken, times `boldness`.
-
-        All checkpoints move together, so thresholds are on one path: 1 is as calibrated, 0 lets
-        nobody leave who is not certain.
-        """
-
-        def moved(threshold: float | None) -> float | None:
-            return None if threshold is None else 1 - (1 - threshold) * boldness
-
-        return replace(self, top_probability=moved(self.top_probability), blend=moved(self.blend))
-
-    @property
-    def shut(self) -> bool:
-        """Whether nobody can pass: it asks for more than certainty."""
-        return any(t is not None and t > 1 for t in asdict(self).values())
-
-
 class GatePolicy:
-    """The gate in stages: a logit-free router first; the exit head only for those it lets pass.
+    """The gate in stages: a logit-free router first; the exit head only for tokens that pass it.
 
     Args:
-        routers, blends: one for each checkpoint; None where there is none.
-        gates: thresholds of each checkpoint.
+        routers, confidence_models: one for each checkpoint; None where there is none.
+        thresholds: of each checkpoint.
         tokens: token ids of indices into the exit head's logits, `[n]` to `[n]`.
     """
 
     def __init__(
         self,
         routers: Sequence[TokenRouter | None],
-        gates: Sequence[Gate],
-        blends: Sequence[Blend | None] | None = None,
+        thresholds: Sequence[Thresholds],
+        confidence_models: Sequence[ConfidenceModel | None] | None = None,
         tokens: Callable[[Tensor], Tensor] = lambda index: index,
     ) -> None:
-        self.routers, self.gates, self.tokens = routers, gates, tokens
-        self.blends = blends or [None] * len(gates)
-        for number, gate in enumerate(gates):
-            for name, there in (("router", routers[number]), ("blend", self.blends[number])):
-                if there is None and getattr(gate, name) is not None:
-                    raise ValueError(f"checkpoint {number} has a {name} threshold but no {name}")
+        self.routers, self.thresholds, self.tokens = routers, thresholds, tokens
+        self.confidence_models = confidence_models or [None] * len(thresholds)
+        for number, wanted in enumerate(thresholds):
+            parts = {"router": routers[number], "confidence": self.confidence_models[number]}
+            for name, part in parts.items():
+                if part is None and getattr(wanted, name) is not None:
+                    what = {"router": "router", "confidence": "confidence model"}[name]
+                    raise ValueError(f"checkpoint {number} has a {name} threshold but no {what}")
 
     @torch.no_grad()
     def decide(
-        self,
-        checkpoint: int,
-        hidden: Tensor,
-        places: Sequence[Place],
-        read: ReadHead,
-        hints: GetHints,
-        *,
-        with_logits: bool = True,
+        self, checkpoint: int, candidates: Candidates, *, with_logits: bool = True
     ) -> Decision:
         """See `Policy.decide`."""
-        router, gate = self.routers[checkpoint], self.gates[checkpoint]
-        blend = self.blends[checkpoint] if gate.blend is not None else None
+        router, wanted = self.routers[checkpoint], self.thresholds[checkpoint]
+        model = self.confidence_models[checkpoint] if wanted.confidence is not None else None
+        hidden = candidates.hidden
         scores = [float("nan")] * len(hidden)
-        leaves = list(range(len(hidden)))
-        sure: Tensor | None = None  # the router's logits
-        if router is not None and (gate.router is not None or blend is not None):
-            sure = router.logit(hidden.to(router.up.weight))
-        if sure is not None and gate.router is not None:
-            scores = sure.sigmoid().tolist()
-            leaves = [i for i in leaves if scores[i] >= gate.router]
-        asks_head = gate.top_probability is not None or blend is not None
-        if not leaves or not (with_logits or asks_head):
-            return Decision(leaves, None, scores)
-        logits = read(leaves)
-        passed = torch.ones(len(leaves), dtype=torch.bool, device=logits.device)
-        if gate.top_probability is not None:
-            passed &= logits.float().softmax(-1).amax(-1) >= gate.top_probability
-        if blend is not None and gate.blend is not None:
-            said = self.tokens(logits.argmax(-1)).tolist()
-            judged = None if sure is None else sure[leaves]
-            opinions = gather_opinions(blend.features, logits, said, judged, hints(leaves))
-            chances = blend(opinions.to(blend.mean)).to(logits.device)
-            for i, chance in zip(leaves, chances.tolist(), strict=True):
-                scores[i] = chance
-            passed &= chances >= gate.blend
-        kept = passed.nonzero().squeeze(1).tolist()
+        passing = list(range(len(hidden)))
+        routed: Tensor | None = None  # the router's logits
+        if router is not None and (wanted.router is not None or model is not None):
+            routed = router.logit(hidden.to(router.up.weight))
+        if routed is not None and wanted.router is not None:
+            scores = routed.sigmoid().tolist()
+            passing = [i for i in passing if scores[i] >= wanted.router]
+        needs_head = wanted.top_probability is not None or model is not None
+        if not passing or not (with_logits or needs_head):
+            return Decision(passing, None, None, scores)
+        logits = candidates.read(passing)
+        top = logits.argmax(-1)
+        sure = torch.ones(len(passing), dtype=torch.bool, device=logits.device)
+        if wanted.top_probability is not None:
+            sure &= logits.float().softmax(-1).amax(-1) >= wanted.top_probability
+        if model is not None and wanted.confidence is not None:
+            features = gather_features(
+                model.features,
+                logits,
+                self.tokens(top).tolist(),
+                None if routed is None else routed[passing],
+                candidates.predict(passing),
+            )
+            confidence = model(features.to(model.mean)).to(logits.device)
+            for i, score in zip(passing, confidence.tolist(), strict=True):
+                scores[i] = score
+            sure &= confidence >= wanted.confidence
+        kept = sure.nonzero().squeeze(1).tolist()
         if not kept:
-            return Decision([], None, scores)
-        return Decision([leaves[k] for k in kept], logits[kept], scores)
+            return Decision([], None, None, scores)
+        return Decision([passing[k] for k in kept], logits[kept], top[kept], scores)
 
 
 class ScriptedPolicy:
-    """Leaves where a script says so: for tests and benchmarks, which need known decisions.
+    """Exits where a script decides: for tests and benchmarks, which need known decisions.
 
     Args:
-        script: given the place of a token and the number of the checkpoint, whether it leaves.
+        script: given the position of a token and the number of the checkpoint, whether it exits.
     """
 
-    def __init__(self, script: Callable[[Place, int], bool]) -> None:
+    def __init__(self, script: Callable[[TokenPosition, int], bool]) -> None:
         self.script = script
 
     def decide(
-        self,
-        checkpoint: int,
-        hidden: Tensor,
-        places: Sequence[Place],
-        read: ReadHead,
-        hints: GetHints,
-        *,
-        with_logits: bool = True,
+        self, checkpoint: int, candidates: Candidates, *, with_logits: bool = True
     ) -> Decision:
         """See `Policy.decide`."""
-        leaves = [i for i, place in enumerate(places) if self.script(place, checkpoint)]
-        scores = [float(i in leaves) for i in range(len(places))]
-        return Decision(leaves, read(leaves) if leaves and with_logits else None, scores)
+        positions = candidates.positions
+        exits = [i for i, position in enumerate(positions) if self.script(position, checkpoint)]
+        scores = [float(i in exits) for i in range(len(positions))]
+        if not exits or not with_logits:
+            return Decision(exits, None, None, scores)
+        logits = candidates.read(exits)
+        return Decision(exits, logits, logits.argmax(-1), scores)
 
     @classmethod
     def share(cls, share: float, checkpoint: int = 0, seed: int = 0) -> ScriptedPolicy:
-        """Let a share of the tokens, drawn by place and `seed`, leave at one checkpoint."""
+        """Let a share of the tokens, drawn by position and `seed`, exit at one checkpoint."""
 
-        def script(place: Place, at: int) -> bool:
-            draw = random.Random(f"{seed} {place.row} {place.position}").random()
-            return at == checkpoint and draw < share
+        def script(at: TokenPosition, number: int) -> bool:
+            draw = random.Random(f"{seed} {at.sequence} {at.position}").random()
+            return number == checkpoint and draw < share
 
         return cls(script)

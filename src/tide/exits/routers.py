@@ -1,4 +1,4 @@
-"""Gives the router: from a hidden state to the confidence that the token is settled."""
+"""The router: from a hidden state to the confidence that the token's prediction has converged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ class TokenRouter(nn.Module):
     """Norm, down to a bottleneck, SiLU, up to one, sigmoid.
 
     Fitting and decoding both call this, on the raw hidden state at the checkpoint, so a router is
-    always scored on exactly what it was trained on. What the exit head says is for `Blend`.
+    always scored on exactly what it was trained on. The exit head's logits are features of
+    `ConfidenceModel`.
 
     Args:
         hidden_size: size of the hidden state.

@@ -1,4 +1,4 @@
-"""Gives the table of continuations that calibration has made. Knows no model."""
+"""The table of continuations that calibration has made. Knows no model."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class ContinuationTable:
         self.longest = max(orders, default=1)
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[tuple[int, float]]:
-        """Guess up to `limit` tokens that follow `tokens`, each with its chance.
+        """Draft up to `limit` tokens that follow `tokens`, each with its chance.
 
-        Ends where it has no idea, or where all of it is hardly likely to be right.
+        Ends where nothing is known, or where all of it is hardly likely to be accepted.
         """
         recent = list(tokens[-self.longest :])
-        guessed: list[tuple[int, float]] = []
-        all_right = 1.0
-        while len(guessed) < limit and (found := self.next(recent)) is not None:
-            all_right *= found[1]
-            if all_right < _HOPELESS:
+        drafted: list[tuple[int, float]] = []
+        all_accepted = 1.0
+        while len(drafted) < limit and (found := self.next(recent)) is not None:
+            all_accepted *= found[1]
+            if all_accepted < _HOPELESS:
                 break
-            guessed.append(found)
+            drafted.append(found)
             recent = [*recent, found[0]][-self.longest :]
-        return guessed
+        return drafted
 
     def next(self, recent: Sequence[int]) -> tuple[int, float] | None:
         """The most frequent follower of the longest known end of `recent`, and the chance of it."""

@@ -1,1 +1,1 @@
-"""Doors to other tools."""
+"""Integrations with other tools."""

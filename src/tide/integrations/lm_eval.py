@@ -1,7 +1,7 @@
-"""Gives TIDE as a model of lm-evaluation-harness, `--model tide`; importing this registers it.
+"""TIDE as a model of lm-evaluation-harness, `--model tide`; importing this file registers it.
 
-Texts come from `engine.generate`. Scores are the model's own, or in mode "exit" `engine(ids)`.
-Tasks, prompts, batches and metrics are the harness's.
+`engine.generate` writes the texts. Scores are the model's own, or in mode "exit" those of
+`engine(ids)`. Tasks, prompts, batches and metrics are the harness's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tide.engine import TIDE
 from tide.errors import ConfigError, MissingPackageError
 from tide.exits.artifact import Artifact
 from tide.models.fingerprint import dtype_name
+from tide.risk import CertificateQuery, find_certificate
 
 try:
     from lm_eval.api.registry import register_model
@@ -32,7 +33,7 @@ except ImportError as error:
     ) from error
 
 _GENERATED = ("total_tokens", "exited_tokens", "layers_run", "layers_full", "audited", "differed")
-_DELTA = 0.05  # of certificates; `delta` is the harness's word for something else
+_DELTA = 0.05  # of certificates; the harness uses `delta` for something else
 
 
 @register_model("tide")
@@ -41,12 +42,12 @@ class TIDELM(HFLM):
 
     Args:
         pretrained: a hub id, a folder or a model, as for `--model hf`.
-        artifact: a folder or hub id; without, lossless decoding with drafts from the context.
+        artifact: a folder or hub id; without one, lossless decoding with drafts from the context.
         mode: "off", "lossless" or "exit"; by default "exit" with a risk, else "lossless".
         risk: a certified risk, for the texts of `generate_until`. Scores use the same thresholds,
             but no certificate covers them.
-        exit_threshold: in mode "exit", for the stage that decides; by default as calibrated.
-        kv_cache_strategy: in mode "exit", for generation, by default "deferred". Scores always
+        exit_threshold: in mode "exit", for the last stage of the gate; by default as calibrated.
+        kv_cache_strategy: in mode "exit", for generation, by default "deferred". Scores always use
             "propagate": there is one pass.
         **options: everything that `--model hf` takes.
 
@@ -54,7 +55,7 @@ class TIDELM(HFLM):
         engine: the `tide.TIDE` that does the work.
     """
 
-    _decoder: Any = None  # stands in for the model while a text is generated
+    _decoder: Any = None  # replaces the model while a text is generated
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class TIDELM(HFLM):
             mode=mode,
             exit_threshold=exit_threshold,
             kv_cache_strategy=kv_cache_strategy or "deferred",
-            # Whoever is sure leaves: else a score would depend on what is in the batch beside it.
+            # Every confident token exits: else a score would depend on the rest of the batch.
             compaction_threshold=0.0,
             audit_tail=True,
         )
@@ -88,21 +89,21 @@ class TIDELM(HFLM):
             depth = made.config.min_layers
             if risk is not None:
                 kv, dtype = config.kv_cache_strategy, dtype_name(self.model)
-                depth = made.covering(risk, _DELTA, dtype, kv).min_layers
+                depth = find_certificate(made, CertificateQuery(risk, _DELTA, dtype, kv)).min_layers
             config = config.with_(min_layers=depth)
         self.engine = TIDE(self.model, made, config, risk=risk, delta=_DELTA)
         self._settings = {
             "mode": mode,
             **only_exit,
-            "exits": None if made is None else made.exits,  # the artifact's digest
+            "exits": None if made is None else made.exits,  # digest of the artifact
         }
         self._generated: Counter[str] = Counter()
         self._scored: Counter[str] = Counter()
-        self._depths: Iterator[Sequence[int]] = iter(())  # of the batch that was scored last
+        self._depths: Iterator[Sequence[int]] = iter(())  # of the batch scored last
 
     @property
     def model(self) -> Any:
-        """The model; while a text is generated, what generates it."""
+        """The model; while a text is generated, the object that generates it."""
         return super().model if self._decoder is None else self._decoder
 
     def _model_generate(
@@ -127,11 +128,11 @@ class TIDELM(HFLM):
         if self.engine.config.mode != "exit":
             return super()._model_call(inps, *args, **kwargs)
         warnings.warn(
-            "Scores in mode exit are covered by no certificate: tokens of the prompt leave too, "
-            "with K and V from where they left. A risk is for generate_until alone.",
+            "Scores in mode exit are covered by no certificate: prompt tokens exit too, and their "
+            "KV comes from the state in which they exit. A risk applies to generate_until only.",
             stacklevel=2,
         )
-        # Padding is on the right, where no token sees it, so it needs no mask.
+        # Padding is on the right, where no token attends to it, so it needs no mask.
         logits = self.engine(inps)
         self._depths = iter(self.engine.last_stats.depths)
         return logits
@@ -139,7 +140,7 @@ class TIDELM(HFLM):
     def _select_cont_toks(
         self, logits: Tensor, contlen: int | None = None, inplen: int | None = None
     ) -> Tensor:
-        # The harness asks for each row of a batch in turn, and only here says how long it is.
+        # The harness calls this for each sequence in turn, the first time its length is known.
         for depth in next(self._depths, ())[:inplen]:
             self._scored["total_tokens"] += 1
             self._scored["exited_tokens"] += depth < self.engine.runner.n_layers
@@ -147,34 +148,35 @@ class TIDELM(HFLM):
         return super()._select_cont_toks(logits, contlen=contlen, inplen=inplen)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes into its results: settings, and the layers that really ran."""
+        """The part of the results about the model: settings, and the layers that really ran."""
         certificate, layers = self.engine.certificate, self.engine.runner.n_layers
-        said: dict[str, float] = {**self._generated}
-        read: dict[str, float] = {**self._scored}
-        if said:
-            said["exit_rate"] = said["exited_tokens"] / said["total_tokens"]
-            said["layers_saved"] = 1 - said["layers_run"] / said["layers_full"]
-        if read:
-            read["exit_rate"] = read["exited_tokens"] / read["total_tokens"]
-            read["layers_saved"] = 1 - read["token_layers_run"] / (layers * read["total_tokens"])
+        generated: dict[str, float] = {**self._generated}
+        scored: dict[str, float] = {**self._scored}
+        if generated:
+            generated["exit_rate"] = generated["exited_tokens"] / generated["total_tokens"]
+            generated["layers_saved"] = 1 - generated["layers_run"] / generated["layers_full"]
+        if scored:
+            full = layers * scored["total_tokens"]
+            scored["exit_rate"] = scored["exited_tokens"] / scored["total_tokens"]
+            scored["layers_saved"] = 1 - scored["token_layers_run"] / full
         found = {
             **self._settings,
             "certificate": None if certificate is None else certificate.to_dict(),
             "layers": layers,
-            "generated": said,  # layers_run are calls of a layer
-            "scored": read,  # token_layers_run are tokens that passed a layer
+            "generated": generated,  # layers_run counts calls of a layer
+            "scored": scored,  # token_layers_run counts tokens times layers
         }
         return {**super().get_model_info(), "tide": found}
 
 
 def _check(mode: str, artifact: Any, only_exit: dict[str, Any], mixed_precision: Any) -> None:
-    """Refuse what makes no sense together, before a model is loaded."""
+    """Raise for options that contradict each other, before a model is loaded."""
     given = {name: value for name, value in only_exit.items() if value is not None}
     if mode != "exit":
         if given:
             raise ConfigError(
-                f"{', '.join(given)} is for mode=exit, and mode is {mode}. Add mode=exit, or leave "
-                "it out."
+                f"{', '.join(given)} is for mode=exit, and mode is {mode}. Set mode=exit, or "
+                f"remove {', '.join(given)}."
             )
         return
     if artifact is None:
@@ -184,8 +186,8 @@ def _check(mode: str, artifact: Any, only_exit: dict[str, Any], mixed_precision:
         )
     if {"risk", "exit_threshold"} <= given.keys():
         raise ConfigError(
-            f"risk={given['risk']} brings the certified thresholds, so exit_threshold="
-            f"{given['exit_threshold']} has no place beside it. Leave one of them out."
+            f"risk={given['risk']} sets the certified thresholds, so it excludes exit_threshold="
+            f"{given['exit_threshold']}. Remove one of them."
         )
     if mixed_precision is not None:
         raise ConfigError(
@@ -195,15 +197,15 @@ def _check(mode: str, artifact: Any, only_exit: dict[str, Any], mixed_precision:
 
 
 class _Stops(StoppingCriteria):
-    """Ends a row once its last new tokens hold one of some texts.
+    """Ends a sequence once its last new tokens contain one of some texts.
 
-    The harness's own keeps who has ended from call to call, and takes all rows to be equally long;
-    the engine's rows are not.
+    The harness's own class remembers from call to call which sequences have ended, and assumes that
+    all are equally long; those of the engine are not.
     """
 
     def __init__(self, texts: Sequence[str], tokenizer: Any, start: int) -> None:
         self.texts, self.tokenizer, self.start = texts, tokenizer, start
-        # As the harness looks back: two tokens more, since a text has more than one spelling.
+        # Two tokens more, as in the harness: a text can be tokenised in more than one way.
         encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
         self.width = 2 + max(map(len, encoded))
 

@@ -1,46 +1,64 @@
-"""Gives `attach`, the one door from a Hugging Face model to its depth runner."""
+"""`attach`: the way from a Hugging Face model to its depth runner."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tide.errors import TideError, UnsupportedModelError
-from tide.models.depth import DepthRunner
+from tide.errors import ConfigError, SelfCheckError, TideError, UnsupportedModelError
+from tide.models.runner import DepthRunner
+from tide.models.segments import SegmentRunner
 from tide.models.selfcheck import self_check
+from tide.models.shims import ShimRunner
+
+RUNNERS: dict[str, type[DepthRunner]] = {"segments": SegmentRunner, "shims": ShimRunner}
 
 
-def attach(model: Any, *, check: bool = True) -> DepthRunner:
+def attach(model: Any, *, check: bool = True, runner: str | None = None) -> DepthRunner:
     """Make a depth runner for `model`, proven on it.
 
     ```python
-    with attach(model) as runner:
-        cache = runner.new_cache(rows=1)
-        hidden = runner.run(input_ids, 0, 8, cache=cache)
+    runner = attach(model)
+    cache = runner.new_cache(sequences=1)
+    hidden = runner.run(TokenBatch(input_ids), 0, 8, cache=cache)
     ```
 
-    The `with` may be entered again and again. The model is changed only while a pass runs.
+    Segments, which do not touch the model, are tried first. Where no slice of the decoder can be
+    made, or none that is proven equal, layer shims do the same; `runner.name` tells which it is.
 
     Args:
         model: an `AutoModelForCausalLM` in evaluation mode.
         check: prove on a short random prompt that range-running equals the model's own forward
             pass.
+        runner: "segments" or "shims", to have this one or an error.
 
     Raises:
-        UnsupportedModelError, UnsupportedCacheError: if the model is of a kind that cannot be run
+        UnsupportedModelError, UnsupportedCacheError: if the model is of a type that cannot be run
             by depth ranges.
         SelfCheckError: naming the first layer that differs, if the proof fails.
     """
+    if runner is not None and runner not in RUNNERS:
+        raise ConfigError(f"runner is {runner!r}; it must be one of {', '.join(RUNNERS)}.")
+    *first, last = [runner] if runner is not None else list(RUNNERS)
+    for name in first:
+        try:
+            return _attach(model, RUNNERS[name], check)
+        except (UnsupportedModelError, SelfCheckError):
+            continue
+    return _attach(model, RUNNERS[last], check)
+
+
+def _attach(model: Any, runner: type[DepthRunner], check: bool) -> DepthRunner:
     try:
-        runner = DepthRunner(model)
-        with runner.lock, runner:  # the first entry learns what the layers return
-            if check:
-                self_check(runner)
+        made = runner(model)
+        if check:
+            with made.lock:
+                self_check(made)
     except TideError:
         raise
     except Exception as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be run by depth ranges: its own code failed with "
             f"{type(error).__name__}: {error}. TIDE runs decoder-only models loaded with "
-            "AutoModelForCausalLM, with K and V in every layer."
+            "AutoModelForCausalLM, with KV in every layer."
         ) from error
-    return runner
+    return made

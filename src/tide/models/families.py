@@ -1,4 +1,4 @@
-"""Gives what is known of model families, as rows of data.
+"""What is known of model families, as rows of data.
 
 The self-check decides whether a row is true.
 """
@@ -17,7 +17,7 @@ class FamilyRow:
     norm: str = "norm"
 
 
-# model_type -> row. Only consulted where Hugging Face's own accessors do not settle the question.
+# model_type -> row. Only consulted where Hugging Face's own accessors find nothing.
 FAMILIES: dict[str, FamilyRow] = {
     "falcon": FamilyRow("transformer", "h", "ln_f"),
     "gpt2": FamilyRow("transformer", "h", "ln_f"),
@@ -36,8 +36,18 @@ NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 # carry.
 ALIBI_FAMILIES = ("bloom", "mpt")
 
-# Kinds of attention that `masks.py` can mask; anything else is refused.
+# Types of attention that `masks.py` can mask; anything else is refused.
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 # Attention implementations that read an explicit 4-D mask.
 MASKED_ATTENTION = ("sdpa", "eager")
+
+# Model types that transformers loads with eager attention only, from some version on or always:
+# sdpa has no soft cap (Gemma 2, from transformers 5.22) and no attention sinks (gpt-oss).
+EAGER_ONLY = ("gemma2", "gpt_oss")
+
+# Modules of a decoder that hold learned positions, which it adds to whatever it is given.
+LEARNED_POSITIONS = ("wpe", "embed_positions")
+
+# Attributes by which a decoder multiplies whatever it is given.
+EMBEDDING_SCALES = ("embedding_multiplier",)

@@ -1,4 +1,4 @@
-"""Gives a short identity of a model: hashes of its config, its head and its layers.
+"""A short identity of a model: hashes of its config, its head and its layers.
 
 An artifact carries the fingerprint of the model it was made for. Reading a few hundred numbers per
 weight takes milliseconds where a hash of all of an 8B model takes a minute, and still tells
@@ -38,7 +38,8 @@ _NOT_IDENTITY = (
 class Fingerprint:
     """Hashes of a model's parts, each 16 hex digits.
 
-    A model loaded in fp32 and in bf16 has the same; fp16 rounds otherwise and has its own.
+    A model loaded in fp32 and in bf16 has the same; in fp16, rounded otherwise, it has its
+    own.
     """
 
     config: str
@@ -46,7 +47,7 @@ class Fingerprint:
     layers: str
 
     def to_dict(self) -> dict[str, str]:
-        """As plain JSON."""
+        """As JSON values."""
         return asdict(self)
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -100,7 +101,7 @@ def _sample(weight: Tensor) -> bytes:
     if hasattr(weight, "dequantize") and type(weight) not in (Tensor, nn.Parameter):
         weight = weight.dequantize()
     flat = weight.detach().reshape(-1)
-    # Steps of a large prime: they fall into every column, whatever the width of the weight.
+    # Steps of a large prime: they reach all parts of a weight, whatever its width.
     places = torch.arange(min(_SAMPLES, flat.numel()), device=flat.device) * _STEP % flat.numel()
     return flat[places].to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
 

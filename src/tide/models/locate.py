@@ -1,4 +1,4 @@
-"""Gives the parts of a causal language model: decoder, layers, final norm, head.
+"""The parts of a causal language model: decoder, layers, final norm, head.
 
 Runs the model only to probe.
 """

@@ -1,4 +1,4 @@
-"""Gives the explicit 4-D attention masks of a pass. Knows slots, not models."""
+"""The explicit 4-D attention masks of a pass. Knows slots, not models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def layer_types(config: Any) -> tuple[str, ...]:
     if stated is not None:
         return tuple(stated)
     if getattr(config, "sliding_window", None) is not None:
-        kind = "sliding_attention"
+        layer_type = "sliding_attention"
     elif getattr(config, "attention_chunk_size", None) is not None:
-        kind = "chunked_attention"
+        layer_type = "chunked_attention"
     else:
-        kind = "full_attention"
-    return (kind,) * config.num_hidden_layers
+        layer_type = "full_attention"
+    return (layer_type,) * config.num_hidden_layers
 
 
 def attention_mask(
@@ -30,27 +30,27 @@ def attention_mask(
     """The mask of a pass in the form its model takes.
 
     Returns:
-        None where the model's own causal mask is right; else `[rows, 1, new_tokens, key_slots]`,
-        boolean for sdpa and additive for eager attention; a dict by layer type where the model has
-        several.
+        None where the model's own causal mask is correct; else `[sequences, 1, new_tokens,
+        key_slots]`, boolean for sdpa and additive for eager attention; a dict by layer type where
+        the model has several.
     """
-    if chunk.plain:
+    if chunk.causal:
         return None
     device = chunk.slots.device
     key = torch.arange(chunk.key_slots, device=device)  # [key_slots]
-    query = chunk.slots[:, None, :, None]  # [rows, 1, new_tokens, 1]
-    start = chunk.starts[:, :, None, None]  # [rows, 1, 1, 1]
-    causal = (key <= query) & (key >= start)  # [rows, 1, new_tokens, key_slots]
+    query = chunk.slots[:, None, :, None]  # [sequences, 1, new_tokens, 1]
+    start = chunk.starts[:, :, None, None]  # [sequences, 1, 1, 1]
+    causal = (key <= query) & (key >= start)  # [sequences, 1, new_tokens, key_slots]
     masks = {}
-    for kind in sorted(set(layer_types(config))):
+    for layer_type in sorted(set(layer_types(config))):
         mask = causal
-        if kind == "sliding_attention":
+        if layer_type == "sliding_attention":
             mask = causal & (key > query - config.sliding_window)
-        elif kind == "chunked_attention":
+        elif layer_type == "chunked_attention":
             size = config.attention_chunk_size
             mask = causal & ((key - start) // size == (query - start) // size)
         if config._attn_implementation == "eager":
             zero = torch.zeros((), dtype=dtype, device=device)
             mask = torch.where(mask, zero, torch.finfo(dtype).min)
-        masks[kind] = mask
+        masks[layer_type] = mask
     return masks if len(masks) > 1 else next(iter(masks.values()))

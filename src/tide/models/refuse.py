@@ -1,4 +1,4 @@
-"""Gives the refusals: what TIDE cannot run right is named at attach, not found out later."""
+"""Refusals: what TIDE cannot run correctly is named at attach, not found out later."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tide.errors import UnsupportedCacheError, UnsupportedModelError
-from tide.models.families import ALIBI_FAMILIES, LAYER_TYPES, MASKED_ATTENTION
+from tide.models.families import ALIBI_FAMILIES, EAGER_ONLY, LAYER_TYPES, MASKED_ATTENTION
 from tide.models.locate import text_config
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raise if `model` is of a kind, or in a state, that cannot be run by depth ranges.
+    """Raise if `model` is of a type, or in a state, that cannot be run by depth ranges.
 
     Raises:
         UnsupportedModelError: naming the model, the reason and the way out.
@@ -32,6 +32,12 @@ def refuse_unsupported(model: Any) -> None:
     config = text_config(model)
     _refuse_state(name, model, config)
     _refuse_attention(name, config)
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise UnsupportedModelError(
+            f"{name} is split over {model.tp_size} processes (tensor parallelism in transformers). "
+            "TIDE chooses draft lengths by the clock, so the processes would run different passes. "
+            "Load it on one device or with device_map='auto', or serve it with vLLM (`tide serve`)."
+        )
     if model.training:
         raise UnsupportedModelError(
             f"{name} is in training mode, where dropout makes every run different. Call "
@@ -41,25 +47,25 @@ def refuse_unsupported(model: Any) -> None:
 
 
 def _refuse_state(name: str, model: Any, config: Any) -> None:
-    """Anything that keeps more, or less, than one K and one V per token and layer."""
+    """Anything that keeps more, or less, than one key and one value per token and layer."""
     shared = getattr(config, "num_kv_shared_layers", None)
     if shared:
         raise UnsupportedModelError(
-            f"{name} shares K and V between layers (num_kv_shared_layers={shared}), so a layer "
-            f"cannot be skipped on its own. Use a model in which every layer has its own K and V."
+            f"{name} shares KV between layers (num_kv_shared_layers={shared}), so a layer "
+            f"cannot be skipped on its own. Use a model in which every layer has its own KV."
         )
     stateful = getattr(model, "_is_stateful", False)
     strange = {
         type(layer).__name__
         for layer in DynamicCache(config=config).layers
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)
-    } | {kind for kind in getattr(config, "layer_types", None) or () if kind not in LAYER_TYPES}
+    } | {name for name in getattr(config, "layer_types", None) or () if name not in LAYER_TYPES}
     if stateful or strange:
-        kinds = f" ({', '.join(sorted(strange))})" if strange else ""
+        found = f" ({', '.join(sorted(strange))})" if strange else ""
         raise UnsupportedModelError(
-            f"{name} keeps recurrent or hybrid state{kinds}, as Mamba and linear attention do: a "
-            f"token that skips a layer could not be caught up later. TIDE needs attention with K "
-            f"and V in every layer (layer types {', '.join(LAYER_TYPES)})."
+            f"{name} keeps recurrent or hybrid state{found}, as Mamba and linear attention do: a "
+            f"token that skips a layer could not be caught up later. TIDE needs attention with "
+            f"KV in every layer (layer types {', '.join(LAYER_TYPES)})."
         )
 
 
@@ -67,25 +73,27 @@ def _refuse_attention(name: str, config: Any) -> None:
     if config.model_type in ALIBI_FAMILIES or getattr(config, "alibi", False):
         raise UnsupportedModelError(
             f"{name} builds ALiBi position biases from a 2-D mask, which cannot say where tokens "
-            f"of rows at different depths stand. Use a model with rotary or learned positions."
+            f"of sequences at different depths stand. Use a model with rotary or learned positions."
         )
     attention = getattr(config, "_attn_implementation", None)
     if attention not in MASKED_ATTENTION:
+        allowed = ("eager",) if config.model_type in EAGER_ONLY else MASKED_ATTENTION
+        wanted = allowed[0]
         raise UnsupportedModelError(
             f"{name} uses attn_implementation={attention!r}, which takes no explicit 4-D mask. "
-            f"Load it with attn_implementation='sdpa' (allowed: {', '.join(MASKED_ATTENTION)})."
+            f"Load it with attn_implementation={wanted!r} (allowed: {', '.join(allowed)})."
         )
 
 
 def _refuse_cache_setting(name: str, generation_config: Any) -> None:
     setting = getattr(generation_config, "cache_implementation", None)
-    # "hybrid" is what older Gemma folders say for "sliding and full layers"; it asks for no fixed
+    # "hybrid" is what older Gemma folders have for "sliding and full layers"; it needs no fixed
     # shape.
     if setting not in (None, "dynamic", "hybrid"):
         raise UnsupportedCacheError(
-            f"{name} is set to generate with cache_implementation={setting!r}. TIDE keeps rows at "
-            f"different depths in a cache of its own, which static, offloaded and quantised "
-            f"caches cannot do. Set model.generation_config.cache_implementation = None."
+            f"{name} is set to generate with cache_implementation={setting!r}. TIDE keeps "
+            f"sequences at different depths in a cache of its own, which static, offloaded and "
+            f"quantised caches cannot do. Set model.generation_config.cache_implementation = None."
         )
 
 

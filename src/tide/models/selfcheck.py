@@ -1,10 +1,11 @@
-"""Gives the proof, on the user's own model, that range-running equals its forward pass.
+"""The self-check: proof, on the user's own model, that range-running equals its forward pass.
 
 The proof is short: it does not reach beyond real sliding windows or chunks, which the tests do.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from tide.errors import SelfCheckError
-from tide.models.depth import DepthRunner, first_tensor
+from tide.models.runner import DepthRunner, first_tensor
+from tide.models.tokens import TokenBatch
 
-_LENGTHS = (8, 5)  # tokens of the two rows
+_LENGTHS = (8, 5)  # tokens of the two sequences
 _PROMPTS = (5, 2)  # of which are in the prompt, left-padded
-_KEPT = (3, 2)  # of which stay after a fall-back, so that the rows stand apart from there on
+_KEPT = (
+    3,
+    2,
+)  # of which stay after a rollback, so that the sequences are out of step from there on
 # Largest error of a token's hidden state, relative to its norm. On SmolLM2, rounding alone gives
 # 1e-6 in fp32; in bf16 0 over 8 tokens and 2e-2 over 24. A wrong mask gives 2e-1 in layer 0, a
 # position off by one 6e-2 in layer 0 and 1e-1 in layer 1.
@@ -26,7 +31,7 @@ _HALF_TOLERANCE = 5e-2
 
 
 def self_check(runner: DepthRunner) -> list[float]:
-    """Compare three ranges, with unequal rows, a fall-back and deferred tokens, to the model.
+    """Compare three ranges, with unequal sequences, a rollback and deferred tokens, to the model.
 
     Returns:
         The error of each layer's output, relative to its norm.
@@ -36,24 +41,24 @@ def self_check(runner: DepthRunner) -> list[float]:
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = runner.config.vocab_size
-    rows = [
+    sequences = [
         torch.randint(0, vocabulary, (length,), generator=generator).to(runner.input_device)
         for length in _LENGTHS
     ]
-    expected = [_forward(runner, row) for row in rows]
-    got, logits = _by_ranges(runner, rows)
+    expected = [_forward(runner, sequence) for sequence in sequences]
+    got, logits = _by_ranges(runner, sequences)
     name, n_layers = type(runner.model).__name__, runner.n_layers
     tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     errors = []
     for layer in range(n_layers):
         error = max(
-            _relative_error(got[layer][r], expected[r][0][layer][_KEPT[r] :])
-            for r in range(len(rows))
+            _relative_error(got[layer][s], expected[s][0][layer][_KEPT[s] :])
+            for s in range(len(sequences))
         )
         if not error <= tolerance:
             raise SelfCheckError(
                 f"{name}: layer {layer} of {n_layers} gives another output when run by depth "
-                f"ranges (relative error {error:.2g}, allowed {tolerance:.2g} in "
+                f"ranges as {runner.name} (relative error {error:.2g}, allowed {tolerance:.2g} in "
                 f"{runner.model.dtype}). This model's layers depend on more than their input, "
                 "mask, positions and cache, so TIDE cannot skip them safely. Please report the "
                 "model; attach(model, check=False) runs it unproven."
@@ -71,54 +76,59 @@ def self_check(runner: DepthRunner) -> list[float]:
     return errors
 
 
-def _by_ranges(runner: DepthRunner, rows: Sequence[Tensor]) -> tuple[list[list[Tensor]], Tensor]:
-    """Outputs of each layer for each row after the fall-back, and the last logits."""
-    n = runner.n_layers
+def _by_ranges(
+    runner: DepthRunner, sequences: Sequence[Tensor]
+) -> tuple[list[list[Tensor]], Tensor]:
+    """Outputs of each layer for each sequence after the rollback, and the last logits."""
+    n, count = runner.n_layers, len(sequences)
     a, b = max(1, n // 3), max(1, 2 * n // 3)
     counts, runner.counts = runner.counts, type(runner.counts).zeros(n)
-    with runner, _layer_outputs(runner.parts.layers) as seen:
-        cache = runner.new_cache(len(rows))
-        ids, valid = _padded([row[:p] for row, p in zip(rows, _PROMPTS, strict=True)], left=True)
-        runner.run(ids, 0, n, cache=cache, valid=valid)
-        cache.fall_back(_KEPT)
+    with _layer_outputs(runner.parts.layers) as seen:
+        cache = runner.new_cache(count)
+        prompts = [s[:p] for s, p in zip(sequences, _PROMPTS, strict=True)]
+        runner.run(_packed(prompts, left=True), 0, n, cache=cache)
+        cache.rollback(_KEPT)
         for outputs in seen:
             outputs.clear()
-        rest = [row[kept:] for row, kept in zip(rows, _KEPT, strict=True)]
-        waiting: list[list[Tensor]] = [[] for _ in rows]
+        rest = [s[kept:] for s, kept in zip(sequences, _KEPT, strict=True)]
+        waiting: list[list[Tensor]] = [[] for _ in sequences]
         for step in range(max(map(len, rest))):
-            ids, valid = _padded([row[step : step + 1] for row in rest])
-            out = runner.run(ids, 0, a, cache=cache, valid=valid)
-            for r in range(len(rows)):
-                waiting[r].append(out[r][valid[r]])
-        ids, valid = _padded(rest)
-        hidden, _ = _padded([torch.cat(states) for states in waiting])
+            tokens = _packed([s[step : step + 1] for s in rest])
+            out = runner.run(tokens, 0, a, cache=cache)
+            for s in range(count):
+                waiting[s].append(out[s][tokens.valid[s]])  # type: ignore[index]
+        tokens = _packed(rest)
+        hidden = _padded([torch.cat(states) for states in waiting])
         for lo, hi in ((a, b), (b, n)):
             if lo < hi:
-                hidden = runner.run(ids, lo, hi, cache=cache, hidden=hidden, valid=valid)
-        logits = torch.stack([runner.logits(hidden[r][valid[r]][-1]) for r in range(len(rows))])
+                hidden = runner.run(tokens, lo, hi, cache=cache, hidden=hidden)
+        logits = torch.stack([runner.logits(hidden[s, len(rest[s]) - 1]) for s in range(count)])
     runner.counts = counts
     # Every layer has seen these tokens, in one pass or step by step; padding stands behind them.
     states = [torch.cat(outputs, dim=1) for outputs in seen]
-    return [[s[r, : len(rest[r])] for r in range(len(rows))] for s in states], logits
+    return [[layer[s, : len(rest[s])] for s in range(count)] for layer in states], logits
 
 
 @torch.no_grad()
-def _forward(runner: DepthRunner, row: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Outputs of each layer, `[tokens, hidden]`, and logits of one plain forward pass."""
+def _forward(runner: DepthRunner, ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Outputs of each layer, `[tokens, hidden]`, and logits of one forward pass of the model."""
     with _layer_outputs(runner.parts.layers) as outputs:
-        logits = runner.model(row[None], use_cache=False, return_dict=True).logits[0]
+        logits = runner.model(ids[None], use_cache=False, return_dict=True).logits[0]
     return [states[0][0] for states in outputs], logits
 
 
 @contextmanager
 def _layer_outputs(layers: nn.ModuleList) -> Iterator[list[list[Tensor]]]:
-    """Collect each layer's outputs, call by call, on the CPU in float."""
+    """Collect each layer's outputs in this thread, call by call, on the CPU in float."""
     outputs: list[list[Tensor]] = [[] for _ in layers]
+    thread = threading.get_ident()
 
     def keep(index: int) -> Any:
-        return lambda module, inputs, output: outputs[index].append(
-            first_tensor(output).float().cpu()
-        )
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                outputs[index].append(first_tensor(output).float().cpu())
+
+        return hook
 
     handles = [layer.register_forward_hook(keep(i)) for i, layer in enumerate(layers)]
     try:
@@ -128,14 +138,15 @@ def _layer_outputs(layers: nn.ModuleList) -> Iterator[list[list[Tensor]]]:
             handle.remove()
 
 
-def _padded(rows: Sequence[Tensor], *, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Rows of different lengths as one tensor, and what of it is not padding."""
-    side = "left" if left else "right"
-    pad = torch.nn.utils.rnn.pad_sequence
-    valid = [torch.ones(len(row), dtype=torch.bool, device=row.device) for row in rows]
-    return (
-        pad(list(rows), batch_first=True, padding_side=side),
-        pad(valid, batch_first=True, padding_side=side),
+def _packed(sequences: Sequence[Tensor], *, left: bool = False) -> TokenBatch:
+    """Token ids of sequences of different lengths, padded."""
+    valid = [torch.ones(len(s), dtype=torch.bool, device=s.device) for s in sequences]
+    return TokenBatch(_padded(sequences, left=left), _padded(valid, left=left))
+
+
+def _padded(sequences: Sequence[Tensor], *, left: bool = False) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(
+        list(sequences), batch_first=True, padding_side="left" if left else "right"
     )
 
 

@@ -1,1 +1,1 @@
-"""Gives what people see: text coloured by depth, and benchmarks as a page."""
+"""Output for people: text coloured by depth, and benchmarks as a page."""

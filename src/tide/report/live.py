@@ -1,4 +1,4 @@
-"""Gives text on the terminal, each token coloured by its depth as soon as it is settled."""
+"""Live text on the terminal: each token appears in the colour of its depth once it is final."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class DepthStreamer:
     """A streamer for `generate` that prints tokens in the colour of their depth.
 
     Args:
-        engine: that generates; its `last_stats` says how deep each token went.
+        engine: generates the text; its `last_stats` has the depth of each token.
         tokenizer: its tokenizer.
-        console: where to print. Without colours, early tokens carry their depth as a number.
+        console: where to print. Without colours, exited tokens carry their depth as a number.
     """
 
     def __init__(self, engine: TIDE, tokenizer: Any, console: Console) -> None:
@@ -32,12 +32,12 @@ class DepthStreamer:
         self._printed, self._prompt_is_next = 0, True
 
     def put(self, value: Tensor) -> None:
-        """Print a token; `generate` hands out the prompt first, which is not printed."""
+        """Print a token; `generate` streams the prompt first, which is not printed."""
         if self._prompt_is_next:
             self._prompt_is_next = False
             return
         stats, at = self.engine.last_stats, self._printed
-        shown = look(stats.depths[0][at], stats.n_layers, stats.sources[0][at])
+        shown = look(stats.depths[0][at], stats.n_layers, stats.draft_sources[0][at])
         self.console.print(painted(self._pieces.add(int(value)), shown, self.console), end="")
         self._printed += 1
 
@@ -58,7 +58,7 @@ def painted(text: str, look: Look, console: Console) -> Text:
 
 
 def print_legend(trace: Trace, console: Console) -> None:
-    """What the colours mean, and what the answer took."""
+    """Print what the colours mean and what the answer cost."""
     console.rule()
     for shown, count in trace.looks.items():
         sample = painted("  ", shown, console).append(
@@ -67,9 +67,11 @@ def print_legend(trace: Trace, console: Console) -> None:
         console.print(sample)
     for line in trace.footer():
         console.print(line, highlight=False, soft_wrap=True)
-    wrong = [(p.text, p.full) for p in trace.pieces if p.differs]
-    if wrong:
-        said = ", ".join(f"{full!r} for {text!r}" for text, full in wrong[:5])
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        line = f"Full depth would have said {said}{more}."
+    differ = [piece for piece in trace.pieces if piece.differs]
+    if differ:
+        some = ", ".join(
+            f"{piece.target_token!r} instead of {piece.text!r}" for piece in differ[:5]
+        )
+        more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+        line = f"Full depth predicts {some}{more}."
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,11 +1,11 @@
-// Says below the text what is known of the token under the pointer or the focus; arrow keys move.
+// Shows the details of the token under the pointer or the focus; the arrow keys move the focus.
 const text = document.querySelector(".text");
 const details = document.querySelector(".details");
-const say = (event) => {
+const show = (event) => {
   const token = event.target.closest(".text .token");
-  if (token) details.textContent = token.dataset.says;
+  if (token) details.textContent = token.dataset.details;
 };
-for (const kind of ["mouseover", "focusin", "click"]) text.addEventListener(kind, say);
+for (const name of ["mouseover", "focusin", "click"]) text.addEventListener(name, show);
 text.addEventListener("keydown", (event) => {
   const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
   const next = step && document.activeElement[step];

@@ -1,4 +1,4 @@
-"""Gives self-contained pages: an answer with its depths, a benchmark. Nothing is fetched."""
+"""Self-contained pages of an answer with its depths, and of a benchmark. They fetch nothing."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tide.report.trace import Piece, Trace
 
 
 def trace_page(trace: Trace) -> str:
-    """An answer as a page: its text coloured by depth, who left where, layers by token."""
+    """An answer as a page: its text coloured by depth, tokens by depth, layers by token."""
     depths, n_layers = [piece.depth for piece in trace.pieces], trace.stats.n_layers
     labels = [piece.text for piece in trace.pieces]
     body = f"""
-<h1>Tokens by the depth they needed</h1>
+<h1>Tokens coloured by depth</h1>
 <div class="prompt">{escape(trace.prompt)}</div>
-<input type="checkbox" class="numbers" id="numbers"> <label for="numbers">Write the depth beside
-each token that left early</label>
+<input type="checkbox" class="numbers" id="numbers"> <label for="numbers">Show the depth next
+to each exited token</label>
 <div class="text" lang="">{"".join(_token(trace, i) for i in range(len(trace.pieces)))}</div>
 {legend(trace.looks)}
 {"".join(f"<p>{escape(line)}</p>" for line in trace.footer())}
 <h2>Tokens by depth</h2>
 <div class="wide">{depth_histogram(depths, n_layers)}</div>
 <h2>Layers by token</h2>
-<p>Each column is a token; its height is the layers that ran before it was said. Faint: layers
-that had not run by then.</p>
+<p>Each bar is a token; its height is the number of layers that ran before the token was emitted.
+Faint: layers that had not run by then.</p>
 <div class="wide" tabindex="0">{depth_map(depths, n_layers, labels)}</div>
 {conditions(trace.conditions)}
-<div class="details" role="status">Point at a token, or tap it, to see its depth.</div>
+<div class="details" role="status">Point at a token, or tap it, to see its details.</div>
 <script>{_part("page.js")}</script>"""
     return page("Tokens by depth", body)
 
@@ -45,10 +45,11 @@ def report_page(runs: Runs, charts: Mapping[str, tuple[str, str]]) -> str:
     drawn = "".join(
         f'<h2>{escape(title)}</h2><div class="fit">{svg}</div>' for title, svg in charts.values()
     )
-    head = ("side", "speed-up", "p20 to p80", "limit", "leave early", "differ", "promised")
+    head = ("method", "speed-up", "per-prompt speed-up p20 / p50 / p80", "ideal speed-up",
+            "exit rate", "disagreement (audited)", "certified bound")  # fmt: skip
     rows = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(side)) + "</tr>"
-        for side in runs.sides
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(method)) + "</tr>"
+        for method in runs.methods
     )
     body = f"""
 <h1>{escape(str(runs.conditions.get("model", "Benchmark")))}: speed and depth</h1>
@@ -60,16 +61,16 @@ def report_page(runs: Runs, charts: Mapping[str, tuple[str, str]]) -> str:
     return page("Speed and depth", body)
 
 
-def _cells(side: Mapping[str, Any]) -> list[str]:
-    spread, ours = side["speedup_of_a_prompt"], "layers_run" in side
-    certificate = side.get("certificate")
+def _cells(method: Mapping[str, Any]) -> list[str]:
+    spread, ours = method["per_prompt_speedup"], "layers_run" in method
+    certificate = method.get("certificate")
     return [
-        side["side"],
-        f"{side['speedup']:.2f}x",
-        f"{spread['p20']:.2f} to {spread['p80']:.2f}" if "p20" in spread else "",
-        f"{side['limit']:.2f}x" if ours else "",
-        f"{side['exit_rate']:.1%}" if ours else "",
-        f"{side['disagreement']:.2%}" if ours else "",
+        method["method"],
+        f"{method['speedup']:.2f}x",
+        " / ".join(f"{spread[p]:.2f}" for p in ("p20", "p50", "p80")) if "p20" in spread else "",
+        f"{method['ideal_speedup']:.2f}x" if ours else "",
+        f"{method['exit_rate']:.1%}" if ours else "",
+        f"{method['disagreement']:.2%}" if ours else "",
         f"{100 * certificate['risk']:g}%" if certificate else "",
     ]
 
@@ -85,9 +86,9 @@ def page(title: str, body: str) -> str:
 
 
 def conditions(under: Mapping[str, Any]) -> str:
-    """The conditions of a figure, as a paragraph."""
-    said = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in under.items())
-    return f'<p class="conditions">{escape(said)}</p>'
+    """The conditions of a measurement, as a paragraph."""
+    listed = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in under.items())
+    return f'<p class="conditions">{escape(listed)}</p>'
 
 
 def _token(trace: Trace, at: int) -> str:
@@ -95,26 +96,26 @@ def _token(trace: Trace, at: int) -> str:
     look = trace.look(piece)
     number = f"<sub>{look.mark}</sub>" if look.mark else ""
     differs = " differs" if piece.differs else ""
-    focus = 0 if at == 0 else -1  # one stop for the tab key; the arrows go on from there
+    focus = 0 if at == 0 else -1  # one stop for the tab key; the arrow keys move on from there
     return (
         f'<span class="token{differs}" tabindex="{focus}"{style(look)} '
-        f'data-says="{escape(_says(trace, at, piece))}">{escape(piece.text)}{number}</span>'
+        f'data-details="{escape(_details(trace, at, piece))}">{escape(piece.text)}{number}</span>'
     )
 
 
-def _says(trace: Trace, at: int, piece: Piece) -> str:
+def _details(trace: Trace, at: int, piece: Piece) -> str:
     parts = [f"Token {at + 1}, {piece.text!r}: {trace.look(piece).name}"]
     if piece.score is not None:
-        parts.append(f"the gate gave it {piece.score:.3f}")
-    if piece.source is not None:
-        parts.append(f"guessed by {piece.source}")
+        parts.append(f"gate score {piece.score:.3f}")
+    if piece.draft_source is not None:
+        parts.append(f"draft source: {piece.draft_source}")
     if piece.depth < trace.stats.n_layers:
-        if piece.full is None:
-            parts.append("full depth was not asked")
+        if piece.target_token is None:
+            parts.append("not audited")
+        elif piece.differs:
+            parts.append(f"full depth predicts {piece.target_token!r}")
         else:
-            parts.append(
-                f"full depth says {piece.full!r}" if piece.differs else "full depth says the same"
-            )
+            parts.append("full depth predicts the same")
     return "; ".join(parts) + "."
 
 

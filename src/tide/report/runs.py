@@ -1,4 +1,4 @@
-"""Gives benchmark runs, read from the files of `tide bench`; only alike runs go together."""
+"""Benchmark runs, read from the files of `tide bench`; only comparable runs can be combined."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from tide.errors import DataError
 
-_NEEDED = {"side", "speedup", "speedup_of_a_prompt"}
+_NEEDED = {"method", "speedup", "per_prompt_speedup"}
 
 
 @dataclass(frozen=True)
@@ -18,22 +18,22 @@ class Runs:
     """What one or more runs measured under the same conditions.
 
     Attributes:
-        conditions: of all of them.
-        sides: every way to decode that was timed, as `tide bench` wrote it.
+        conditions: the same for all of them.
+        methods: every method that was timed, as `tide bench` wrote it; the first is the baseline.
     """
 
     conditions: dict[str, Any]
-    sides: list[dict[str, Any]]
+    methods: list[dict[str, Any]]
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> Runs:
-        """Read runs, and refuse to mix what cannot be compared.
+        """Read runs; raises if they cannot be compared.
 
         Raises:
-            DataError: naming what differs, or what the file is not.
+            DataError: with the conditions that differ, or the file that is not a benchmark.
         """
         runs = [_read(path) for path in paths]
-        first, sides = runs[0]["conditions"], dict[str, dict[str, Any]]()
+        first, methods = runs[0]["conditions"], dict[str, dict[str, Any]]()
         for path, run in zip(paths, runs, strict=True):
             under = run["conditions"]
             differing = [
@@ -44,27 +44,27 @@ class Runs:
             if differing:
                 raise DataError(
                     f"{paths[0]} and {path} were run under different conditions: "
-                    f"{', '.join(differing)}. Figures of both in one picture would mislead; make a "
-                    "report of each."
+                    f"{', '.join(differing)}. They cannot be compared; report each separately."
                 )
-            for place, side in enumerate(run["results"]):
-                # The baseline is in every run; any other side may be in one only.
-                if sides.setdefault(side["side"], side) is not side and place:
+            for i, method in enumerate(run["results"]):
+                # The baseline is in every run; any other method may be in one only.
+                if methods.setdefault(method["method"], method) is not method and i > 0:
                     raise DataError(
-                        f"{side['side']!r} is in more than one of the runs. Name the run to report."
+                        f"{method['method']!r} is in more than one of the runs. Report only one of "
+                        "them."
                     )
-        return cls(first, list(sides.values()))
+        return cls(first, list(methods.values()))
 
     @property
     def ours(self) -> list[dict[str, Any]]:
-        """The sides whose layers were counted."""
-        return [side for side in self.sides if "layers_run" in side]
+        """The methods that run on a TIDE engine, which counts layers."""
+        return [method for method in self.methods if "layers_run" in method]
 
     @property
     def curve(self) -> list[dict[str, Any]]:
-        """The sides that trade tokens that differ for speed, the safest first."""
-        some = [side for side in self.ours if side["mode"] != "off" and side["drafts"]]
-        return sorted(some, key=lambda side: side["disagreement"])
+        """The methods that trade agreement for speed, the most cautious first."""
+        some = [method for method in self.ours if method["mode"] != "off" and method["drafts"]]
+        return sorted(some, key=lambda method: method["disagreement"])
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -76,11 +76,11 @@ def _read(path: Path) -> dict[str, Any]:
         ) from error
     except ValueError:
         run = None
-    sides = run.get("results") if isinstance(run, dict) else None
-    known = isinstance(sides, list) and "conditions" in run
-    if not known or not sides or not all(set(side) >= _NEEDED for side in sides):
+    methods = run.get("results") if isinstance(run, dict) else None
+    known = isinstance(methods, list) and "conditions" in run
+    if not known or not methods or not all(set(method) >= _NEEDED for method in methods):
         raise DataError(
-            f"{path} is not a race of `tide bench`, without --attack. Make one with `tide bench "
-            "MODEL DIR --out FILE`."
+            f"{path} is not a comparison of `tide bench` (without --attack). Make one with `tide "
+            "bench MODEL DIR --out FILE`."
         )
     return run

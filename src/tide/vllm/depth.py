@@ -1,14 +1,13 @@
-"""Gives the forward pass with exits: vLLM's own layers, segment by segment.
+"""The forward pass with exits: vLLM's own layers, segment by segment.
 
-A token that leaves gets its exit head's state; the layers above run for it only until its K and V
-are stored (`kv_cache_strategy="propagate"`). Tokens that stay go on without it.
+A token that exits gets the output of its exit head; the layers above run for it only until its KV
+is stored (`kv_cache_strategy="propagate"`). The other tokens continue without it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,18 +17,19 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
 
 from tide.errors import UnsupportedModelError
+from tide.risk import DriftMonitor
 from tide.stats import LayerCounts
+from tide.vllm.active import ActiveTokens
 from tide.vllm.gates import Gates
-from tide.vllm.metadata import Rows, can_subset, with_requests, with_slots
+from tide.vllm.metadata import Requests, can_subset, with_requests, with_slots
 from tide.vllm.metrics import Metrics
 from tide.vllm.settings import Settings
-from tide.watch import Watch
 
 logger = init_logger(__name__)
 
 
-class _Stored(Exception):  # noqa: N818 - it is no error
-    """K and V are stored; the rest of the layer is not wanted."""
+class _Stored(Exception):  # noqa: N818 - not an error
+    """The KV of the tokens is stored; the rest of the layer is skipped."""
 
 
 class DepthForward:
@@ -41,8 +41,10 @@ class DepthForward:
         settings: ours.
 
     Attributes:
-        counts: what each layer ran, and for how many tokens.
-        exits: tokens that left after each layer.
+        counts: calls and tokens of each layer.
+        exits: tokens that exited after each layer.
+        monitor: the drift monitor; None without a certificate.
+        tripped: whether drift has turned exits off.
     """
 
     def __init__(self, model: Any, vllm_config: Any, settings: Settings) -> None:
@@ -50,25 +52,26 @@ class DepthForward:
         self.layers = list(self.decoder.layers)
         self.counts = LayerCounts.zeros(len(self.layers))
         self.exits: dict[int, int] = {}
-        self.watch: Watch | None = None
-        self.off = False
+        self.monitor: DriftMonitor | None = None
+        self.tripped = False
         self._draw = random.Random(0)
         self._attention = [layer.self_attn.attn for layer in self.layers]
         self._by_name = {attn.layer_name: attn for attn in self._attention}
         for layer, attn in zip(self.layers, self._attention, strict=True):
             if attn.attn_backend.forward_includes_kv_cache_update:
                 raise UnsupportedModelError(
-                    f"The attention backend {attn.attn_backend.get_name()} stores K and V inside "
-                    "attention, so that a token cannot store them without attending. Choose "
-                    "another with --attention-backend."
+                    f"The attention backend {attn.attn_backend.get_name()} stores KV inside "
+                    "attention, so a token cannot store its KV without attending. Choose another "
+                    "with --attention-backend."
                 )
             self._patch(layer.self_attn)
-        self._filling, self._given = False, None
+        self._filling = False
+        self._attended: Tensor | None = None  # output that the next attention call returns
         self._logits: Callable[[Tensor], Tensor] = model.compute_logits
         self.gates = Gates(model, self._attention, vllm_config, settings)
         if settings.risk is not None and not settings.uncertified:
-            self.watch = Watch(settings.risk, settings.delta)
-        self.metrics = Metrics(self)
+            self.monitor = DriftMonitor(settings.risk, settings.delta)
+        self.metrics = Metrics(self.counts, self.exits)
 
     # ---- the pass
 
@@ -77,106 +80,129 @@ class DepthForward:
         """The normed last states of all tokens, `[tokens, hidden]`."""
         hidden = embeds if embeds is not None else self.decoder.embed_input_ids(ids)
         context = get_forward_context()
-        rows = self.gates.rows(context) if self.gates.checkpoints else None
-        decoding = [] if rows is None else rows.single()
-        if rows is not None and not self.off:
-            self.gates.remember(rows, ids)
-        if rows is None or not decoding or self.off:
-            part = _Part(_numbers(hidden, len(hidden)), positions, hidden, context)
-            self._run(0, len(self.layers), part)
+        requests = self.gates.requests(context) if self.gates.checkpoints else None
+        decoding = [] if requests is None else requests.decoding()
+        if requests is not None and not self.tripped:
+            self.gates.remember(requests, ids)
+        if requests is None or not decoding or self.tripped:
+            active = ActiveTokens.all_of(hidden, positions, context)
+            self._run(0, len(self.layers), active)
             self.metrics.after_pass(len(decoding))
-            return self._normed(part)
+            return self._normed(active)
         out = torch.zeros_like(hidden)
-        count = int(rows.starts[-1])  # what is beyond is padding
-        part = _Part(_numbers(hidden, count), positions[:count], hidden[:count], context)
+        count = int(requests.starts[-1])  # the rest is padding
+        active = ActiveTokens.all_of(hidden[:count], positions[:count], context)
         if self.settings.attention == "all" or not can_subset(context, self._attention[0]):
-            part.frozen, part.everywhere = torch.zeros_like(part.hidden), part.positions
-        self._descend(rows, decoding, part, out)
+            active.exit_states = torch.zeros_like(active.hidden)
+            active.all_positions = active.positions
+        self._run_segments(requests, decoding, active, out)
         self.metrics.after_pass(len(decoding))
         return out
 
-    def _descend(self, rows: Rows, asked: list[int], part: _Part, out: Tensor) -> None:
-        """Run segment by segment, with fewer and fewer tokens; write their normed last states.
+    def _run_segments(
+        self, requests: Requests, candidates: list[int], active: ActiveTokens, out: Tensor
+    ) -> None:
+        """Run segment by segment; after each, the tokens that exit drop out.
 
         Args:
-            asked: requests that decode, so that they may leave.
-            part: all tokens.
-            out: where to write, `[tokens, hidden]`.
+            requests: of the pass.
+            candidates: those that decode, and so may exit.
+            active: all tokens.
+            out: receives the normed last states, `[tokens, hidden]`.
         """
-        token_of, low = rows.starts[:-1].long(), 0
-        # Requests that go to full depth to be checked -> the state their exit head would read.
+        token_of, low = requests.starts[:-1].long(), 0
+        # Audited requests run at full depth -> the normed state that their exit head returned.
         audits: dict[int, Tensor | None] = dict.fromkeys(
-            r for r in asked if self._draw.random() < self.settings.audit_rate
+            request for request in candidates if self._draw.random() < self.settings.audit_rate
         )
         for number, checkpoint in enumerate(self.gates.checkpoints):
-            if not asked:
+            if not candidates:
                 break
-            self._run(low, checkpoint.layer + 1, part)
+            self._run(low, checkpoint.layer + 1, active)
             low = checkpoint.layer + 1
-            places = torch.searchsorted(part.tokens, token_of[asked])
-            states = part.states(places)
-            leaves = self.gates.decide(number, states, asked, rows)
-            if not leaves:
+            places = torch.searchsorted(active.tokens, token_of[candidates])
+            states = active.states(places)
+            passed = self.gates.decide(number, states, candidates, requests)
+            if not passed:
                 continue
-            read = self.decoder.norm(checkpoint.head.lift(states[leaves]))
-            checked = [k for k, leave in enumerate(leaves) if asked[leave] in audits]
-            for k in checked:  # it stays, and full depth will tell; its first exit counts
-                if audits[asked[leaves[k]]] is None:
-                    audits[asked[leaves[k]]] = read[k]
-            kept = [k for k in range(len(leaves)) if k not in checked]
-            leaves = [leaves[k] for k in kept]
-            if not leaves:
+            read = self.decoder.norm(checkpoint.head.transform(states[passed]))
+            exits: list[int] = []  # of those that passed, the ones not audited
+            for k, passing in enumerate(passed):
+                request = candidates[passing]
+                if request not in audits:
+                    exits.append(k)
+                elif audits[request] is None:  # the first exit is the one that counts
+                    audits[request] = read[k]
+            if not exits:
                 continue
-            out[token_of[[asked[k] for k in leaves]]] = read[kept]
-            self.exits[checkpoint.layer] = self.exits.get(checkpoint.layer, 0) + len(leaves)
-            part = self._leave(low, part, places[leaves], states[leaves], rows)
-            if not len(part.tokens):
+            exiting = [passed[k] for k in exits]
+            out[token_of[[candidates[k] for k in exiting]]] = read[exits]
+            self.exits[checkpoint.layer] = self.exits.get(checkpoint.layer, 0) + len(exits)
+            active = self._exit(low, active, places[exiting], requests)
+            if not len(active.tokens):
                 break
-            asked = [r for k, r in enumerate(asked) if k not in leaves]
-        if len(part.tokens):
-            self._run(low, len(self.layers), part)
-            out[part.tokens] = self._normed(part)
+            candidates = [r for k, r in enumerate(candidates) if k not in exiting]
+        if len(active.tokens):
+            self._run(low, len(self.layers), active)
+            out[active.tokens] = self._normed(active)
         if audits:
-            self._judge(audits, out[token_of])
+            self._audit(audits, out[token_of])
 
-    def _run(self, low: int, high: int, part: _Part) -> None:
-        """Run layers `[low, high)` for some tokens."""
-        with override_forward_context(part.context):
+    def _run(self, low: int, high: int, active: ActiveTokens) -> None:
+        """Run layers `[low, high)` for the active tokens."""
+        with override_forward_context(active.context):
             for n in range(low, high):
                 layer = self.layers[n]
-                if part.some_left:
-                    # Attention for all, since its metadata cannot be cut; the rest for who stays.
-                    assert part.frozen is not None
-                    part.frozen[part.tokens] = part.states()
+                if active.some_exited:
+                    # Attention runs for all tokens, since its metadata cannot be cut; the rest of
+                    # the layer runs for the active ones.
+                    assert active.exit_states is not None
+                    active.exit_states[active.tokens] = active.states()
                     attended = layer.self_attn(
-                        positions=part.everywhere, hidden_states=layer.input_layernorm(part.frozen)
+                        positions=active.all_positions,
+                        hidden_states=layer.input_layernorm(active.exit_states),
                     )
-                    self._given = attended[part.tokens]
-                    self.counts.fills[n] += len(part.frozen) - len(part.tokens)
-                part.hidden, part.residual = layer(part.positions, part.hidden, part.residual)
+                    self._attended = attended[active.tokens]
+                    self.counts.fills[n] += len(active.exit_states) - len(active.tokens)
+                active.hidden, active.residual = layer(
+                    active.positions, active.hidden, active.residual
+                )
                 self.counts.calls[n] += 1
-                self.counts.tokens[n] += len(part.tokens)
+                self.counts.tokens[n] += len(active.tokens)
 
-    def _leave(self, low: int, part: _Part, places: Tensor, states: Tensor, rows: Rows) -> _Part:
-        """Let tokens go that have passed layers `[0, low)`; returns those that stay."""
-        stays = torch.ones_like(part.tokens, dtype=torch.bool)
-        stays[places] = False
-        rest = part.keep(stays)
-        if part.frozen is None:
-            self._fill(low, part.positions[places], states, part.tokens[places])
+    def _exit(
+        self, low: int, active: ActiveTokens, places: Tensor, requests: Requests
+    ) -> ActiveTokens:
+        """Let tokens exit that have passed layers `[0, low)`.
+
+        Args:
+            low: the first layer that they skip.
+            active: the tokens that ran so far.
+            places: those that exit, as indices into `active`.
+            requests: of the pass.
+
+        Returns:
+            The tokens that continue.
+        """
+        continues = torch.ones_like(active.tokens, dtype=torch.bool)
+        continues[places] = False
+        rest, states = active.keep(continues), active.states(places)
+        if active.exit_states is None:
+            self._fill(low, active.positions[places], states, active.tokens[places])
             if len(rest.tokens):
-                requests = torch.bucketize(rest.tokens, rows.starts[1:].long(), right=True).unique()
-                rest.context = with_requests(requests, rest.tokens, self._by_name)
+                ends = requests.starts[1:].long()
+                running = torch.bucketize(rest.tokens, ends, right=True).unique()
+                rest.context = with_requests(running, rest.tokens, self._by_name)
         else:
-            part.frozen[part.tokens[places]] = states
-            rest.some_left = True
+            active.exit_states[active.tokens[places]] = states
+            rest.some_exited = True
             if not len(rest.tokens):
-                everyone = _numbers(part.frozen, len(part.frozen))
-                self._fill(low, part.everywhere, part.frozen, everyone)
+                everything = torch.arange(len(active.exit_states), device=states.device)
+                self._fill(low, active.all_positions, active.exit_states, everything)
         return rest
 
     def _fill(self, low: int, positions: Any, states: Tensor, tokens: Tensor) -> None:
-        """Store K and V of tokens in the layers from `low` on, and run nothing else of them."""
+        """Store the KV of tokens in the layers from `low` on, and run nothing else for them."""
         self._filling = True
         with override_forward_context(with_slots(tokens)):
             for n in range(low, len(self.layers)):
@@ -190,14 +216,14 @@ class DepthForward:
         self._filling = False
 
     def _patch(self, attention: Any) -> None:
-        """Let a layer's attention stop once K and V are stored, or hand out what was computed."""
+        """Let a layer's attention stop once KV is stored, or return what was already computed."""
         whole, attn = attention.forward, attention.attn
         attend = attn.forward
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
-            if self._given is not None:
-                given, self._given = self._given, None
-                return given
+            if self._attended is not None:
+                attended, self._attended = self._attended, None
+                return attended
             return whole(*args, **kwargs)
 
         def store(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -210,70 +236,32 @@ class DepthForward:
 
         attention.forward, attn.forward = forward, store
 
-    def _normed(self, part: _Part) -> Tensor:
-        return self.decoder.norm(part.hidden, part.residual)[0]
+    def _normed(self, active: ActiveTokens) -> Tensor:
+        return self.decoder.norm(active.hidden, active.residual)[0]
 
     # ---- the audit
 
-    def _judge(self, audits: Mapping[int, Tensor | None], last: Tensor) -> None:
-        """What full depth says of tokens that would have left; `last` by request."""
+    def _audit(self, audits: Mapping[int, Tensor | None], last: Tensor) -> None:
+        """Compare the predicted tokens of audited requests with the target tokens.
+
+        Args:
+            audits: by request, the normed state of its exit; None if it passed no gate.
+            last: the normed state at full depth of every request, `[n, hidden]`.
+        """
         for request, read in audits.items():
-            differs, verdict = 0.0, "stayed"
+            differs, verdict = 0.0, "continued"
             if read is not None:
-                both = self._logits(torch.stack([read, last[request]])).argmax(-1)
-                differs = float(both[0] != both[1])
+                predicted, target = self._logits(torch.stack([read, last[request]])).argmax(-1)
+                differs = float(predicted != target)
                 verdict = "differs" if differs else "same"
             self.metrics.audit(verdict)
-            if self.watch is not None and not self.watch.fired and self.watch.add(differs):
-                self.off = self.settings.on_drift == "full_depth"
+            if self.monitor is not None and not self.monitor.fired and self.monitor.add(differs):
+                self.tripped = self.settings.on_drift == "full_depth"
                 logger.warning(
-                    "TIDE: early tokens differ from full depth in %.2f%% of %d tokens checked; "
-                    "%.2f%% were promised. %s Certify on prompts like these with `tide certify`.",
-                    100 * (self.watch.estimate or 0.0), self.watch.sequences,
-                    100 * self.watch.risk,
-                    "Exits are off until a restart." if self.off else "Exits stay on.",
+                    "TIDE: %.2f%% of %d audited tokens differ from full depth; the certified bound "
+                    "is %.2f%%. %s Certify on prompts like these with `tide certify`.",
+                    100 * (self.monitor.estimate or 0.0), self.monitor.sequences,
+                    100 * self.monitor.risk,
+                    "Exits are off until a restart." if self.tripped else "Exits stay on.",
                 )  # fmt: skip
                 self.metrics.drift()
-
-
-def _numbers(like: Tensor, count: int) -> Tensor:
-    return torch.arange(count, device=like.device)
-
-
-@dataclass
-class _Part:
-    """Tokens that run together.
-
-    Attributes:
-        tokens: their places in the pass, ascending, `[t]`.
-        positions, hidden: theirs.
-        context: vLLM's forward context for them.
-        residual: what vLLM's layers carry beside the hidden state; their sum is the state.
-        frozen: where attention runs for all: states in which tokens left, `[all, hidden]`.
-        everywhere: then, the positions of all.
-        some_left: then, whether any has.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    hidden: Tensor
-    context: Any
-    residual: Tensor | None = None
-    frozen: Tensor | None = None
-    everywhere: Tensor | None = None
-    some_left: bool = False
-
-    def states(self, places: Tensor | slice = slice(None)) -> Tensor:
-        """The states of some of them."""
-        hidden = self.hidden[places]
-        return hidden if self.residual is None else hidden + self.residual[places]
-
-    def keep(self, which: Tensor) -> _Part:
-        """Those where `which`, `[t]`, is true."""
-        return replace(
-            self,
-            tokens=self.tokens[which],
-            positions=self.positions[which],
-            hidden=self.hidden[which],
-            residual=None if self.residual is None else self.residual[which],
-        )

@@ -1,6 +1,6 @@
-"""Gives the gates as vLLM's forward pass asks them: which requests leave at a checkpoint.
+"""The gates in vLLM's forward pass: which requests exit at a checkpoint.
 
-They are those of the artifact, run by the same code as in the transformers engine.
+They come from the artifact and run the same code as in the transformers engine.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from vllm.forward_context import ForwardContext
 from tide.errors import ArtifactError, UnsupportedModelError
 from tide.exits.artifact import Checkpoint
 from tide.exits.heads import ExitHead, Readout
-from tide.exits.hints import Hint
-from tide.exits.policy import Gate, GatePolicy, Place, Policy, ScriptedPolicy
+from tide.exits.ngrams import NGramPrediction
+from tide.exits.policy import Candidates, GatePolicy, Policy, ScriptedPolicy, TokenPosition
 from tide.exits.table import ContinuationTable
+from tide.exits.thresholds import Thresholds
 from tide.vllm.history import History
-from tide.vllm.metadata import Rows, block_size, rows_of
+from tide.vllm.metadata import Requests, block_size, requests_of
 from tide.vllm.settings import Settings
 
 
 class Gates:
-    """Who leaves where.
+    """The decision at each checkpoint.
 
     Args:
         model: one of vLLM's causal language models, weights loaded.
@@ -38,9 +39,9 @@ class Gates:
         settings: ours.
 
     Attributes:
-        checkpoints: the exits that are used, by depth; none where no gate can be passed.
-        policy: who leaves.
-        history: the tokens of the requests; None if no gate looks at them.
+        checkpoints: the checkpoints in use, by depth; those with unreachable thresholds are not.
+        policy: decides which tokens exit.
+        history: the tokens of the requests; None if no gate needs them.
     """
 
     def __init__(
@@ -53,79 +54,94 @@ class Gates:
         self.history: History | None = None
         self._attention = attention
         config, norm = vllm_config.model_config.hf_text_config, model.model.norm
-        # Blocks that have left a sliding window are given back, and their tokens with them.
+        # vLLM frees the blocks that a sliding window has passed, and their tokens with them.
         self._anchor = next((a for a in attention if not _window(a)), None)
         if settings.script is not None:
             half = len(model.model.layers) // 2 - 1
             self.checkpoints = [Checkpoint(half, ExitHead("identity", config.hidden_size))]
             self.policy = ScriptedPolicy.share(settings.script)
             return
-        made, some, boldness = settings.load(vllm_config)
-        self.checkpoints = [c for c in some if not c.gate.at(boldness).shut]
+        made, checkpoints, scale = settings.load(vllm_config)
+        self.checkpoints = [c for c in checkpoints if not c.thresholds.scaled(scale).unreachable]
         for checkpoint in self.checkpoints:
-            if checkpoint.head.tail_layers:
-                raise UnsupportedModelError("vLLM does not finish tokens through a tail of layers.")
-            if checkpoint.gate == Gate():
-                raise ArtifactError(
-                    f"The exit after layer {checkpoint.layer + 1} has no calibrated threshold. "
-                    "Make the artifact with `tide calibrate`."
-                )
-            if checkpoint.blend is not None and self._anchor is None:
-                raise UnsupportedModelError(
-                    "All layers of this model have a sliding window, so vLLM does not keep what "
-                    "the gates of this artifact look at: the text of a request from its start."
-                )
+            self._require(checkpoint)
             checkpoint.to(norm.weight.device, norm.weight.dtype)
         head: Any = _Head(model, config)
         self._readout = Readout(norm, head, config, made.vocabulary)
         if made.vocabulary is not None:
-            head.weight = None  # the readout has the rows that it reads
+            head.weight = None  # the readout has copied the part that it needs
         self._table = ContinuationTable(made.table) if made.table else None
         self.policy = GatePolicy(
             [checkpoint.router for checkpoint in self.checkpoints],
-            [checkpoint.gate.at(boldness) for checkpoint in self.checkpoints],
-            [checkpoint.blend for checkpoint in self.checkpoints],
+            [checkpoint.thresholds.scaled(scale) for checkpoint in self.checkpoints],
+            [checkpoint.confidence_model for checkpoint in self.checkpoints],
             self._readout.tokens,
         )
 
-    def rows(self, context: ForwardContext) -> Rows | None:
-        """The requests of a pass, where the history finds their tokens; None if it has none."""
-        anchor = self._anchor or self._attention[0]
-        return rows_of(context, anchor.layer_name)
+    def _require(self, checkpoint: Checkpoint) -> None:
+        """Raise for a checkpoint whose gate cannot run here."""
+        if checkpoint.thresholds == Thresholds():
+            raise ArtifactError(
+                f"The exit after layer {checkpoint.layer + 1} has no calibrated threshold. "
+                "Make the artifact with `tide calibrate`."
+            )
+        if checkpoint.confidence_model is not None and self._anchor is None:
+            raise UnsupportedModelError(
+                "All layers of this model have a sliding window, so vLLM does not keep the whole "
+                "text of a request, which the confidence models of this artifact need."
+            )
 
-    def remember(self, rows: Rows, ids: Tensor | None) -> None:
-        """Keep the tokens of a pass, where a blend looks at a request's text."""
-        if ids is None or not any(checkpoint.blend for checkpoint in self.checkpoints):
+    def requests(self, context: ForwardContext) -> Requests | None:
+        """The requests of a pass, with the slots that the history uses; None in a warm-up pass."""
+        anchor = self._anchor or self._attention[0]
+        return requests_of(context, anchor.layer_name)
+
+    def remember(self, requests: Requests, ids: Tensor | None) -> None:
+        """Store the tokens of a pass if a confidence model needs a request's text."""
+        if ids is None or not any(c.confidence_model for c in self.checkpoints):
             return
         self.history = self.history or History(block_size(self._anchor), self._table)
-        self.history.write(rows, ids)
+        self.history.write(requests, ids)
 
-    def decide(self, number: int, states: Tensor, requests: Sequence[int], rows: Rows) -> list[int]:
-        """Which of some requests leave at a checkpoint: indices into `requests`."""
+    def decide(
+        self, number: int, states: Tensor, candidates: Sequence[int], requests: Requests
+    ) -> list[int]:
+        """Evaluate the gate of a checkpoint.
+
+        Args:
+            number: of the checkpoint.
+            states: of the candidates, `[n, hidden]`.
+            candidates: requests that may exit, as indices into `requests`.
+            requests: of the pass.
+
+        Returns:
+            Which of the candidates exit, as indices into `candidates`.
+        """
         if get_tensor_model_parallel_world_size() == 1:
-            return self._ask(number, states, requests, rows)
-        # The first rank decides for all, so that no rounding can part them.
+            return self._decide(number, states, candidates, requests)
+        # The first rank decides for all, so that rounding errors cannot make the ranks diverge.
         group = get_tp_group()
-        mine = self._ask(number, states, requests, rows) if group.is_first_rank else None
-        return list(group.broadcast_object(mine, src=0))
+        exits = self._decide(number, states, candidates, requests) if group.is_first_rank else None
+        return list(group.broadcast_object(exits, src=0))
 
-    def _ask(self, number: int, states: Tensor, requests: Sequence[int], rows: Rows) -> list[int]:
-        head, lengths = self.checkpoints[number].head, rows.lengths.tolist()
-        return self.policy.decide(
-            number,
+    def _decide(
+        self, number: int, states: Tensor, candidates: Sequence[int], requests: Requests
+    ) -> list[int]:
+        head, lengths = self.checkpoints[number].head, requests.lengths.tolist()
+        found = Candidates(
             states,
-            [Place(request, lengths[request]) for request in requests],
+            [TokenPosition(request, lengths[request]) for request in candidates],
             lambda chosen: self._read(head, states[list(chosen)]),
-            lambda chosen: [self._hint(rows, requests[k]) for k in chosen],
-            with_logits=False,
-        ).leaves
+            lambda chosen: [self._predict(requests, candidates[k]) for k in chosen],
+        )
+        return self.policy.decide(number, found, with_logits=False).exits
 
     def _read(self, head: ExitHead, states: Tensor) -> Tensor:
         assert self._readout is not None
-        return self._readout(head.lift(states))
+        return self._readout(head.transform(states))
 
-    def _hint(self, rows: Rows, request: int) -> Hint:
-        return self.history.hint(rows, request) if self.history is not None else Hint()
+    def _predict(self, requests: Requests, request: int) -> NGramPrediction:
+        return self.history.predict(requests, request) if self.history else NGramPrediction()
 
 
 def _window(attn: Any) -> bool:
@@ -133,7 +149,7 @@ def _window(attn: Any) -> bool:
 
 
 class _Head:
-    """vLLM's head as `Readout` needs it, its shards put together; every rank has the whole."""
+    """vLLM's LM head as `Readout` needs it: all shards gathered, the same on every rank."""
 
     def __init__(self, model: Any, config: Any) -> None:
         weight = model.lm_head.weight.data

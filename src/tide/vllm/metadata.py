@@ -1,4 +1,7 @@
-"""Gives attention metadata for a part of the rows, by backend. Reaches into vLLM's insides."""
+"""The requests of a forward pass, and attention metadata for a subset of them.
+
+Relies on vLLM internals, by attention backend.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 
 @dataclass
-class Rows:
+class Requests:
     """The requests of a forward pass.
 
     Attributes:
-        starts: place of each request's first token in the pass, and the number of tokens, `[n+1]`.
-        lengths: tokens of each request so far, these included, `[n]`.
-        blocks: blocks of each request's K and V, `[n, most]`.
-        slots: where each token's K and V go, `[tokens]`.
+        starts: index of each request's first token in the pass, then the number of tokens, `[n+1]`.
+        lengths: tokens of each request so far, those of this pass included, `[n]`.
+        blocks: KV cache blocks of each request, `[n, max_blocks]`.
+        slots: KV cache slot of each token, `[tokens]`.
     """
 
     starts: Tensor
@@ -31,66 +34,68 @@ class Rows:
     blocks: Tensor
     slots: Tensor
 
-    def single(self) -> list[int]:
-        """Requests that have one token in this pass and some before it: those that decode."""
-        alone = (self.starts[1:] - self.starts[:-1] == 1) & (self.lengths > 1)
-        return alone.nonzero().squeeze(1).tolist()
+    def decoding(self) -> list[int]:
+        """The requests that decode: one token in this pass, and at least one before it."""
+        single = (self.starts[1:] - self.starts[:-1] == 1) & (self.lengths > 1)
+        return single.nonzero().squeeze(1).tolist()
 
 
-def rows_of(context: ForwardContext, layer: str) -> Rows | None:
-    """The requests as one layer's attention sees them; None in a pass that only warms up."""
-    metadata = context.attn_metadata
+def requests_of(context: ForwardContext, layer: str) -> Requests | None:
+    """The requests as one layer's attention sees them; None in a warm-up pass."""
+    metadata: Any = context.attn_metadata
     if not isinstance(metadata, Mapping) or not isinstance(context.slot_mapping, Mapping):
         return None
     found, slots = metadata.get(layer), context.slot_mapping.get(layer)
     if found is None or slots is None:
         return None
     n = len(found.query_start_loc) - 1
-    return Rows(found.query_start_loc, found.seq_lens[:n], found.block_table[:n], slots)
+    return Requests(found.query_start_loc, found.seq_lens[:n], found.block_table[:n], slots)
 
 
 def can_subset(context: ForwardContext, attn: Any) -> bool:
-    """Whether we know how to cut the metadata of an attention module's backend."""
+    """Whether the metadata of an attention module's backend can be cut to some requests."""
     metadata: Any = context.attn_metadata
     return isinstance(metadata[attn.layer_name], CPUAttentionMetadata)
 
 
 def block_size(attn: Any) -> int:
-    """Tokens of a block of K and V, as block tables count them."""
+    """Tokens of a KV cache block, as block tables count them."""
     return int(attn.kv_cache.shape[2])
 
 
 def with_slots(tokens: Tensor) -> ForwardContext:
-    """The context in which `tokens` of the pass, and no others, store their K and V."""
+    """The context in which only `tokens` of the pass store their KV."""
     context = get_forward_context()
     slots: Any = context.slot_mapping
-    return dataclasses.replace(context, slot_mapping=_once(slots, lambda value, _: value[tokens]))
+    return dataclasses.replace(
+        context, slot_mapping=_map_shared(slots, lambda value, _: value[tokens])
+    )
 
 
 def with_requests(requests: Tensor, tokens: Tensor, layers: Mapping[str, Any]) -> ForwardContext:
-    """The context of some requests only.
+    """The context in which only some requests run.
 
     Args:
-        requests: which, ascending, `[m]`.
-        tokens: their tokens in the pass, `[t]`.
+        requests: their indices, ascending, `[m]`.
+        tokens: indices of their tokens in the pass, `[t]`.
         layers: attention modules by name.
     """
     context = with_slots(tokens)
     metadata: Any = context.attn_metadata
     return dataclasses.replace(
         context,
-        attn_metadata=_once(
+        attn_metadata=_map_shared(
             metadata, lambda value, names: _cut(value, requests, tokens, [layers[n] for n in names])
         ),
     )
 
 
-def _once(values: Mapping[str, Any], change: Any) -> dict[str, Any]:
-    """Change each value; layers that share one share the result."""
+def _map_shared(values: Mapping[str, Any], change: Any) -> dict[str, Any]:
+    """Apply `change` to each value; layers that share a value share the result."""
     names: dict[int, list[str]] = {}
     for name, value in values.items():
         names.setdefault(id(value), []).append(name)
-    changed = {key: change(values[some[0]], some) for key, some in names.items()}
+    changed = {key: change(values[layers[0]], layers) for key, layers in names.items()}
     return {name: changed[id(value)] for name, value in values.items()}
 
 

@@ -1,60 +1,69 @@
-"""Gives counters for Prometheus, in the registry that vLLM's server hands out.
+"""Prometheus metrics, in the registry that vLLM's server exports.
 
-The model runs in a process of its own; `tide serve` lets vLLM collect from all its processes.
+The model runs in its own process; `tide serve` lets vLLM collect the metrics of all processes.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge
 from vllm.distributed import get_tp_group
 
-if TYPE_CHECKING:
-    from tide.vllm.depth import DepthForward
+from tide.stats import LayerCounts
 
-_TOKENS = Counter("tide:tokens", "Tokens decoded, by the layer after which they left.", ["layer"])
-_LAYERS = Counter("tide:token_layers", "Layers times tokens, by what was done.", ["done"])
-_AUDITS = Counter("tide:audits", "Tokens sent to full depth to be checked.", ["verdict"])
+_TOKENS = Counter("tide:tokens", "Decoded tokens by the layer after which they exited.", ["layer"])
+_LAYERS = Counter("tide:token_layers", "Tokens times layers: run or saved.", ["done"])
+_AUDITS = Counter("tide:audits", "Tokens audited at full depth, by verdict.", ["verdict"])
 _DRIFT = Gauge(
-    "tide:drift", "1 if early tokens differ more often than promised.", multiprocess_mode="max"
+    "tide:drift",
+    "1 if exited tokens differ from full depth more often than certified.",
+    multiprocess_mode="max",
 )
 
 
 class Metrics:
-    """Hands on what a forward pass has counted."""
+    """Exports what the forward pass counts.
 
-    def __init__(self, of: DepthForward) -> None:
-        self._of = of
-        self._counts = get_tp_group().is_first_rank  # ranks do the same; one speaks for all
+    Args:
+        counts: tokens run and filled, by layer; read after every pass.
+        exits: tokens that exited after each layer; read after every pass.
+    """
+
+    def __init__(self, counts: LayerCounts, exits: Mapping[int, int]) -> None:
+        self._counts, self._exits = counts, exits
+        self._exports = get_tp_group().is_first_rank  # all ranks count the same
         self._before = (0, 0, dict[int, int]())
 
     def audit(self, verdict: str) -> None:
-        """One token checked: "same", "differs", or "stayed" if its gates would not let it leave."""
-        if self._counts:
+        """Count an audited token.
+
+        Args:
+            verdict: "same", "differs", or "continued" if no gate would have let it exit.
+        """
+        if self._exports:
             _AUDITS.labels(verdict).inc()
 
     def drift(self) -> None:
-        """The watch has fired."""
+        """Record that the drift monitor has fired."""
         _DRIFT.set(1)
 
     def after_pass(self, decoded: int) -> None:
-        """What the counters have gained since the last call.
+        """Export what was counted since the last call.
 
         Args:
-            decoded: tokens of the pass that might have left.
+            decoded: tokens of the pass that could have exited.
         """
-        if not self._counts:
+        if not self._exports:
             return
         run, fills, exits = self._before
-        counts = self._of.counts
-        now = sum(counts.tokens), sum(counts.fills), dict(self._of.exits)
+        now = sum(self._counts.tokens), sum(self._counts.fills), dict(self._exits)
         _LAYERS.labels("run").inc(now[0] - run)
         _LAYERS.labels("saved").inc(now[1] - fills)
-        early = 0
+        exited = 0
         for layer, tokens in now[2].items():
-            gained = tokens - exits.get(layer, 0)
-            early += gained
-            _TOKENS.labels(str(layer + 1)).inc(gained)
-        _TOKENS.labels("full").inc(decoded - early)
+            new = tokens - exits.get(layer, 0)
+            exited += new
+            _TOKENS.labels(str(layer + 1)).inc(new)
+        _TOKENS.labels("full").inc(decoded - exited)
         self._before = now

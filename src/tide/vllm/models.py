@@ -1,6 +1,6 @@
-"""Gives vLLM's models with exits: vLLM's own classes, whose decoder runs segment by segment.
+"""vLLM's models with exits: subclasses of vLLM's own whose decoder runs segment by segment.
 
-Without "tide" in the additional configuration they are exactly vLLM's own.
+Without "tide" in the additional configuration they behave exactly as vLLM's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _with_exits(base: Any) -> Any:
         def __init__(self, *, vllm_config: Any, prefix: str = "", **kwargs: Any) -> None:
             super().__init__(vllm_config=vllm_config, prefix=prefix, **kwargs)
             self._vllm_config = vllm_config
-            self._settings: Settings | None = None  # of exits; drafts leave the model alone
+            self._settings: Settings | None = None  # in mode "exit"; drafts need no change here
             if "tide" in (vllm_config.additional_config or {}):
                 from tide.vllm.settings import Settings
 
@@ -36,7 +36,8 @@ def _with_exits(base: Any) -> Any:
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
             if self.tide is not None:
                 raise UnsupportedModelError(
-                    "Weights cannot be changed under exits that were made for others. Restart."
+                    "The weights cannot be replaced while exits are on: the artifact is for the "
+                    "old ones. Restart vLLM."
                 )
             loaded = super().load_weights(weights)
             if self._settings is not None:
@@ -55,7 +56,7 @@ def _with_exits(base: Any) -> Any:
         ) -> Any:
             if self._settings is not None and self.tide is None:
                 raise UnsupportedModelError(
-                    "This load format does not hand over the weights, so exits cannot be made. Use "
+                    "This load format does not call load_weights, so exits cannot be set up. Use "
                     "--load-format auto."
                 )
             if self.tide is None:
@@ -70,7 +71,7 @@ def _with_exits(base: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """The class of an architecture; vLLM's is imported when it is asked for, and no other."""
+    """The class of an architecture; imports the vLLM class that it extends, and no other."""
     base = name.removeprefix("Tide")
     if base not in ARCHITECTURES:
         raise AttributeError(name)

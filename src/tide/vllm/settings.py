@@ -1,4 +1,4 @@
-"""Gives the plugin's settings, checked: which artifact, which promise."""
+"""The plugin's settings, validated: which artifact, which mode, which certified risk."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from typing import Any
 from tide.errors import ArtifactError, CertificateError, ConfigError, UnsupportedModelError
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.models.fingerprint import config_hash, dtype_name
+from tide.risk import REACTIONS, CertificateQuery, find_certificate
 from tide.vllm import ARCHITECTURES, require_version
-from tide.watch import REACTIONS
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What stands under "tide" in vLLM's additional configuration.
+    """The object under "tide" in vLLM's additional configuration.
 
     Attributes:
         artifact: a folder or hub id.
         mode: "exit", or "lossless": the model is vLLM's own, and `TableProposer` drafts.
         risk: the certified risk to serve; needs a certificate for "propagate" and this dtype.
-        delta: the chance that the certificate may be wrong, and of a false alarm while serving.
-        uncertified: serve the thresholds as calibrated, moved by `boldness`, without a promise.
-        boldness, min_layers: see `Gate.at` and `TIDEConfig`; a certificate has its own.
-        audit_rate: share of tokens that are sent to full depth whatever their gate says, to check
-            what their exit head would have said. It sees wrong exits, not what K and V of early
-            tokens do to later ones.
+        delta: accepted probability that the certificate is wrong, and of a false drift alarm.
+        uncertified: serve the calibrated thresholds, scaled by `threshold_scale`, without a
+            certificate.
+        threshold_scale: see `Thresholds.scaled`; a certificate brings its own.
+        min_layers: see `TIDEConfig`; a certificate brings its own.
+        audit_rate: share of tokens that run at full depth whatever their gate decides, to compare
+            their predicted token with the target token. The audit sees wrong exits; it does not see
+            how the KV of exited tokens changes later tokens.
         on_drift: "warn" or "full_depth" (exits off until a restart), when the audit finds more
-            than the risk.
-        attention: "subset" leaves tokens that are gone out of attention above; "all" only out of
-            the MLPs, for attention backends whose metadata we cannot cut.
-        learn: mode "lossless": draft from what other requests were answered lately, too. Nobody
-            sees the text of others, but how fast an answer comes may tell that it is like one of
-            theirs.
-        script: for benchmarks: this share of tokens leaves at half depth, whatever it says.
+            disagreement than the risk.
+        attention: "subset" skips attention of exited tokens above their exit; "all" skips their
+            MLPs only, for attention backends whose metadata cannot be cut.
+        cross_request_drafts: in mode "lossless", also draft from recent answers to other requests.
+            No request sees the text of another, but a faster answer can reveal that it resembles
+            one.
+        script: for benchmarks: this share of tokens exits at half depth, without a gate.
     """
 
     artifact: str | None = None
@@ -42,17 +44,17 @@ class Settings:
     risk: float | None = None
     delta: float = 0.05
     uncertified: bool = False
-    boldness: float = 1.0
+    threshold_scale: float = 1.0
     min_layers: int = 0
     audit_rate: float = 0.01
     on_drift: str = "warn"
     attention: str = "subset"
-    learn: bool = False
+    cross_request_drafts: bool = False
     script: float | None = None
 
     @classmethod
     def read(cls, vllm_config: Any) -> Settings | None:
-        """The settings, or None if there are none: the model is then vLLM's own."""
+        """The settings; None if there are none, in which case the model is vLLM's own."""
         additional = vllm_config.additional_config
         given = additional.get("tide") if isinstance(additional, Mapping) else None
         if given is None:
@@ -60,9 +62,9 @@ class Settings:
         require_version()
         known = {field.name for field in fields(cls)}
         if not isinstance(given, Mapping) or set(given) - known:
-            strange = sorted(set(given) - known) if isinstance(given, Mapping) else given
+            unknown = sorted(set(given) - known) if isinstance(given, Mapping) else given
             raise ConfigError(
-                f"'tide' in the additional configuration has {strange}; it may have "
+                f"'tide' in the additional configuration has {unknown}; it may have "
                 f"{', '.join(sorted(known))}."
             )
         found = cls(**given)
@@ -70,7 +72,7 @@ class Settings:
         return found
 
     def _check(self, vllm_config: Any) -> None:
-        """Refuse what the plugin cannot do right, by name."""
+        """Raise for settings that are invalid or that vLLM's configuration does not allow."""
         if self.mode not in ("exit", "lossless"):
             raise ConfigError(f"mode is {self.mode!r}; it must be 'exit' or 'lossless'.")
         if self.on_drift not in REACTIONS:
@@ -87,58 +89,67 @@ class Settings:
             return
         if self.risk is None and not self.uncertified and self.script is None:
             raise CertificateError(
-                "'tide' names no risk. Give a certified one, or 'uncertified': true to serve "
-                "thresholds that promise nothing."
+                "'tide' names no risk. Give a certified risk, or 'uncertified': true to serve "
+                "the calibrated thresholds without a certificate."
             )
-        if not vllm_config.model_config.enforce_eager:
-            raise ConfigError(
-                "Early exit decides while the model runs, which compiled graphs do not follow. "
-                "Add --enforce-eager."
-            )
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise UnsupportedModelError(
-                "Early exit does not span pipeline stages: pipeline_parallel_size must be 1."
-            )
-        for what, given in (
-            ("LoRA adapters", vllm_config.lora_config),
-            ("K and V that come from elsewhere", vllm_config.kv_transfer_config),
-            ("quantised weights", vllm_config.model_config.quantization),
-        ):
-            if given is not None:
-                raise UnsupportedModelError(
-                    f"Early exit does not go with {what}: no certificate is for that."
-                )
-        if vllm_config.cache_config.cache_dtype != "auto":
-            raise UnsupportedModelError(
-                f"kv_cache_dtype is {vllm_config.cache_config.cache_dtype}; certificates are for K "
-                "and V in the model's dtype: leave it at auto."
-            )
-        if vllm_config.speculative_config is not None:
-            raise ConfigError(
-                "Early exit and speculative decoding are two ways to spend the same time, and do "
-                "not combine in vLLM. Leave out 'tide', or --speculative-config."
-            )
+        _check_exits(vllm_config)
 
     def load(self, vllm_config: Any) -> tuple[Artifact, list[Checkpoint], float]:
-        """The artifact, its exits that are used, and how bold its certificate lets them be."""
+        """The artifact, its checkpoints in use, and the scale of their thresholds."""
         assert self.artifact is not None
         made = Artifact.from_pretrained(self.artifact)
         require_model(made, vllm_config)
-        dtype = dtype_name(vllm_config.model_config)
         if self.uncertified:
-            return made, made.above(self.min_layers), self.boldness
+            return made, made.checkpoints_from(self.min_layers), self.threshold_scale
         assert self.risk is not None
-        found = made.covering(self.risk, self.delta, dtype, "propagate")
-        return made, made.above(found.min_layers), found.boldness
+        dtype = dtype_name(vllm_config.model_config)
+        query = CertificateQuery(self.risk, self.delta, dtype, "propagate")
+        found = find_certificate(made, query)
+        return made, made.checkpoints_from(found.min_layers), found.threshold_scale
+
+
+def _check_exits(vllm_config: Any) -> None:
+    """Raise for a configuration of vLLM that early exit does not support."""
+    if not vllm_config.model_config.enforce_eager:
+        raise ConfigError(
+            "Early exit decides while the model runs, which compiled graphs cannot follow. "
+            "Add --enforce-eager."
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise UnsupportedModelError(
+            "Early exit does not span pipeline stages: pipeline_parallel_size must be 1."
+        )
+    for what, given in (
+        ("LoRA adapters", vllm_config.lora_config),
+        ("KV transfer", vllm_config.kv_transfer_config),
+        ("quantised weights", vllm_config.model_config.quantization),
+    ):
+        if given is not None:
+            raise UnsupportedModelError(
+                f"Early exit does not support {what}: no certificate covers that."
+            )
+    if vllm_config.cache_config.cache_dtype != "auto":
+        raise UnsupportedModelError(
+            f"kv_cache_dtype is {vllm_config.cache_config.cache_dtype}; certificates are for a KV "
+            "cache in the model's dtype: set it to auto."
+        )
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            "Early exit and speculative decoding do not combine in vLLM. Remove 'tide' or "
+            "--speculative-config."
+        )
 
 
 def require_model(made: Artifact, vllm_config: Any) -> None:
-    """Refuse an artifact of another model, by its config: vLLM cuts and packs the weights."""
+    """Raise unless the artifact is for this model.
+
+    Compares the configurations: vLLM shards and packs the weights, so their hash differs.
+    """
     config = vllm_config.model_config.hf_config
     names = getattr(config, "architectures", None) or []
     if not set(names) & set(ARCHITECTURES):
         raise UnsupportedModelError(
-            f"{', '.join(names) or 'This model'} is not served with exits. vLLM models that are: "
+            f"{', '.join(names) or 'This model'} is not supported by the vLLM plugin. Supported: "
             f"{', '.join(ARCHITECTURES)}."
         )
     text = vllm_config.model_config.hf_text_config

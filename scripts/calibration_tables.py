@@ -1,0 +1,91 @@
+"""The tables of the docs that report assessment and calibration, each from a result file."""
+
+from __future__ import annotations
+
+from results import MODELS, conditions, percent, read, table, times
+
+
+def assess() -> str:
+    found = [read(f"assess_{name}") for name in MODELS]
+    rows = [
+        (f["conditions"]["model"], f["n_layers"],
+         next(k + 1 for k, share in enumerate(f["agreement"]) if share >= 0.5),
+         percent(f["agreement"][-2]),
+         f"{percent(min(f['without'][2:-2]))} to {percent(max(f['without'][2:-2]))}",
+         ", ".join(str(layer + 1) for layer in f["checkpoints"]), times(f["ceiling"]),
+         f"{f['costs']['head'] / f['costs']['layer']:.1f}", f["tokens"])
+        for f in found
+    ]  # fmt: skip
+    head = ("model", "layers", "depth of 50 % agreement", "agreement one layer before the end",
+            "agreement with one layer removed", "suggested checkpoints",
+            "speed-up ceiling without training", "LM-head cost (layers)", "tokens")  # fmt: skip
+    shared = {name: value for name, value in found[0]["conditions"].items() if name != "model"}
+    return table(head, rows) + conditions(shared)
+
+
+def heads() -> str:
+    found = read("calibration_smollm2")["heads"]
+    rows = [
+        (layer + 1, percent(affine), percent(identity))
+        for layer, affine, identity in zip(
+            found["layers"], found["agreement"], found["identity"], strict=True
+        )
+    ]
+    covered = percent(found["coverage"])
+    note = f"\n\nThe reduced vocabulary holds {covered} of the tokens that the full model predicts."
+    head = ("after layers", "affine head agrees", "identity head agrees")
+    return table(head, rows) + note
+
+
+def gates() -> str:
+    rows = []
+    for row in read("calibration_smollm2")["gates"]:
+        cells = [
+            f"{percent(at['exit_rate'])} (error {percent(at['error_rate'])})"
+            for at in (row[risk] for risk in ("0.01", "0.02", "0.05"))
+        ]
+        rows.append((row["layer"] + 1, row["head"], row["gate"], f"{row['auc']:.3f}", *cells))
+    head = ("after layers", "head", "gate", "AUC", "exit rate at 1 % error", "at 2 % error",
+            "at 5 % error")  # fmt: skip
+    return table(head, rows)
+
+
+def exits() -> str:
+    rows = []
+    for risk, options in read("calibration_smollm2")["exits"].items():
+        for at in options:
+            after = ", ".join(str(layer + 1) for layer in at["layers"])
+            rows.append(
+                (f"{float(risk):.0%}", after, percent(at["exit_rate"]), percent(at["error_rate"]),
+                 percent(at["depth_saved"]), f"{at['speedup']:.3f}")
+            )  # fmt: skip
+    head = ("risk", "exits after layers", "exit rate", "error rate", "depth saved",
+            "expected speed-up")  # fmt: skip
+    return table(head, rows)
+
+
+def stages() -> str:
+    found = read("calibration_smollm2")
+    rows = [
+        (stage, seconds, found["peak_mb"][stage]) for stage, seconds in found["seconds"].items()
+    ]
+    head = ("stage", "seconds", "peak memory so far, MB")
+    return table(head, rows) + conditions(
+        {**found["conditions"], "documents": found["documents"], "tokens": found["tokens"]}
+    )
+
+
+def other_models() -> str:
+    rows = []
+    for found in (read(f"calibration_{name}") for name in MODELS[1:]):
+        fitted = found["heads"]
+        for layer, affine, identity in zip(
+            fitted["layers"], fitted["agreement"], fitted["identity"], strict=True
+        ):
+            rows.append(
+                (found["conditions"]["model"], layer + 1, percent(affine), percent(identity),
+                 found["tokens"]["fit"], f"{sum(found['seconds'].values()):.0f}")
+            )  # fmt: skip
+    head = ("model", "after layers", "affine head agrees", "identity head agrees",
+            "tokens fitted on", "total seconds")  # fmt: skip
+    return table(head, rows)

@@ -1,0 +1,106 @@
+"""The tables of the docs that report risk, drift and quality, each from a result file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from results import conditions, percent, read, table
+
+AFTER_FALLBACK = ("exact-match outputs after fallback", "exited tokens after fallback")
+
+
+def simulation() -> str:
+    found = read("risk_simulation")
+    rows = [
+        (name, percent(row["violations"]), percent(row["mean_true_risk"], 2))
+        for name, row in found["thresholds"].items()
+    ]
+    head = ("threshold chosen by", "exceeds the risk", "mean true risk of the threshold")
+    alarms, noticed = found["false_alarms"], found["median_sequences_until_noticed"]
+    note = (
+        f"\n\nDrift monitor: false alarms in {percent(alarms['share'])} of {alarms['runs']} runs "
+        f"of {alarms['sequences']} sequences at the certified bound. Median number of sequences "
+        "until it detects drift: "
+        + ", ".join(f"{n:g} at {factor} times the bound" for factor, n in noticed.items())
+        + "."
+    )
+    return table(head, rows) + note + conditions(found["conditions"])
+
+
+def certificates() -> str:
+    rows, sources = [], [read(f"certificates_{name}") for name in ("spec_bench", "gsm8k")]
+    for found in sources:
+        for row in found["results"]:
+            made = row["certificate"]
+            for at in (row[where] for where in ("same_source", "other_source") if where in row):
+                measured, error = percent(at["measured"], 2), percent(at["standard_error"], 2)
+                rows.append((
+                    found["conditions"]["certified_on"], percent(made["risk"], 2),
+                    f"{made['threshold_scale']:g}",
+                    f"{percent(made['estimate'], 2)} of {made['sequences']}", at["source"],
+                    f"{measured} ± {error} of {at['sequences']}", *_drift(at),
+                ))  # fmt: skip
+    head = (
+        "certified on", "certified bound", "threshold scale", "measured in certification",
+        "fresh prompts from", "measured on them", "drift detected", *AFTER_FALLBACK,
+    )  # fmt: skip
+    missing = [
+        f"{percent(risk, 2)} on {found['conditions']['certified_on']}"
+        for found in sources
+        for risk in found["conditions"]["risks"]
+        if risk not in [row["certificate"]["risk"] for row in found["results"]]
+    ]
+    note = f"\n\nNo setting could be certified for: {', '.join(missing)}." if missing else ""
+    return table(head, rows) + note + "".join(conditions(f["conditions"]) for f in sources)
+
+
+def noise_floor() -> str:
+    found = read("noise_floor")
+    rows = [(r["read"], percent(r["share"], 2), r["differs"]) for r in found["results"]]
+    head = ("tokens per pass", "disagreement", "tokens that differ")
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def attack() -> str:
+    found = read("attack")
+    rows = []
+    for r in found["results"]:
+        served = r.get("served", {})
+        rows.append((
+            r["goal"], r["tried"], percent(r["start"]["mean"]), percent(r["end"]["mean"]),
+            percent(r["end"]["best"]), percent(served["certified_bound"]) if served else "",
+            *_drift(served),
+        ))  # fmt: skip
+    head = ("goal", "prompts tried", "mean at the start", "mean found", "best found",
+            "certified bound", "drift detected", *AFTER_FALLBACK)  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def lm_eval() -> str:
+    found, rows = read("lm_eval"), []
+    for r in found["results"]:
+        counts = r["generated"] or r["scored"]
+        rows.append((
+            r["task"], r["method"],
+            "; ".join(
+                f"{name} {m['value']:.3f} ± {m['standard_error']:.3f}"
+                for name, m in r["metrics"].items()
+            ),
+            f"{r['same_as_hf_generate']} of {r['documents']}",
+            percent(counts["exit_rate"]) if counts.get("exited_tokens") else "",
+            percent(counts["layers_saved"]) if counts else "",
+            percent(counts["differed"] / counts["total_tokens"]) if counts.get("audited") else "",
+        ))  # fmt: skip
+    head = ("task", "method", "metrics ± standard error", "same answers as HF generate",
+            "exit rate", "layers saved", "disagreement (audited)")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def _drift(served: dict[str, Any]) -> tuple[str, str, str]:
+    """When drift was detected, and what was served after the fallback to full depth."""
+    noticed, after = served.get("drift_detected_after"), served.get("after_fallback")
+    return (
+        f"after {noticed}" if noticed else "no",
+        f"{after['exact_match']} of {after['sequences']}" if after else "",
+        str(after["exited_tokens"]) if after else "",
+    )

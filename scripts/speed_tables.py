@@ -1,0 +1,104 @@
+"""The tables of the docs that report speed, each from a result file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from results import conditions, percent, read, table, times
+
+PER_PROMPT = "per-prompt speed-up p20 / p50 / p80"
+
+
+def runner_overhead() -> str:
+    found = read("runner_overhead")
+    rows = [(r["dtype"], r["batch"], f"{r['ratio']:.3f}") for r in found["results"]]
+    head = ("dtype", "batch", "runner / HF forward pass")
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def decode_limit(name: str) -> str:
+    found = read(name)
+    rows = [
+        (r["dtype"], r["batch"], s["exit_schedule"], f"{s['speedup']:.3f}",
+         f"{s['ideal_speedup']:.3f}", f"{s['share_of_ideal']:.3f}",
+         f"{s['layer_calls']} of {s['layer_calls_full']}")
+        for r in found["results"]
+        for s in r["exit_schedules"]
+    ]  # fmt: skip
+    head = ("dtype", "batch", "exit schedule", "speed-up", "ideal speed-up", "share of ideal",
+            "layer calls")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def lossless() -> str:
+    found = read("lossless")
+    rows = [
+        (m["method"], m["ms_per_token"], times(m["speedup"]), _per_prompt(m),
+         m.get("tokens_per_pass", ""), m["exact_match_outputs"])
+        for m in found["results"]["methods"]
+    ]  # fmt: skip
+    gap = found["results"]["logit_gap_where_outputs_diverge"]
+    head = ("method", "ms/token", "speed-up", PER_PROMPT, "tokens per pass", "exact-match outputs")
+    note = (
+        f"\n\nWhere outputs diverge, the logits of the two likeliest tokens differ by "
+        f"{gap['median']} in the median and by {gap['largest']} at most."
+    )
+    return table(head, rows) + note + conditions(found["conditions"])
+
+
+def lossless_by_category() -> str:
+    methods = read("lossless")["results"]["methods"][1:]
+    rows = [
+        (category, *(times(method["by_category"][category]) for method in methods))
+        for category in methods[0]["by_category"]
+    ]
+    return table(("category", *(method["method"] for method in methods)), rows)
+
+
+def bench(*, short: bool = False) -> str:
+    """What `tide bench` measured; in short without the uncertified points of the curve."""
+    found = read("bench_smollm2")
+    rows = []
+    for m in found["results"]:
+        ours, certificate = "layers_run" in m, m.get("certificate")
+        if short and ours and m["mode"] == "exit" and not certificate:
+            continue
+        rows.append((
+            m["method"], m["ms_per_token"], times(m["speedup"]), _per_prompt(m),
+            percent(1 - m["layers_run"] / m["layers_full"]) if ours else "",
+            percent(m["exit_rate"]) if ours else "",
+            percent(m["disagreement"], 2) if ours else "",
+            f"{100 * certificate['risk']:g} %" if certificate else "",
+        ))  # fmt: skip
+    head = ("method", "ms/token", "speed-up", PER_PROMPT, "layer calls saved", "exit rate",
+            "disagreement (audited)", "certified bound")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def vllm(name: str) -> str:
+    found = read(name)
+    rows = []
+    for r in found["results"]:
+        for m in r["methods"]:
+            drafted = m.get("drafted_tokens")
+            rows.append((
+                r["batch"], m["method"], m["tokens_per_second"], times(m["speedup"]),
+                times(m["decode_only_speedup"]),
+                " to ".join(f"{m['range_over_rounds'][k]:.2f}" for k in ("least", "most")),
+                times(m["ideal_speedup"]) if "ideal_speedup" in m else "",
+                f"{m['share_of_ideal']:.2f}" if "share_of_ideal" in m else "",
+                f"{m['accepted_tokens']} of {drafted}" if drafted else "",
+                f"{m['tokens_per_step']:.2f}" if drafted else "",
+                f"{m['exact_match_outputs']} of {m['outputs']}",
+            ))  # fmt: skip
+    head = ("batch", "method", "tokens/s", "speed-up", "decode-only speed-up", "range over rounds",
+            "ideal speed-up", "share of ideal", "draft tokens accepted", "tokens per step",
+            "exact-match outputs")  # fmt: skip
+    keep = [i for i, _ in enumerate(head) if any(str(row[i]) for row in rows)]
+    return table([head[i] for i in keep], ([row[i] for i in keep] for row in rows)) + conditions(
+        found["conditions"]
+    )
+
+
+def _per_prompt(method: dict[str, Any]) -> str:
+    return " / ".join(f"{method['per_prompt_speedup'][p]:.2f}" for p in ("p20", "p50", "p80"))

@@ -1,0 +1,156 @@
+"""The comparison of methods: the same prompts through each of them in turn, in one run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tide.calibration.progress import bars
+from tide.engine import TIDE
+from tide.stats import ExitStats
+
+# From an encoded prompt to the generated ids, prompt included.
+Method = Callable[[Mapping[str, Tensor]], Tensor]
+
+BASELINE = "HF generate"
+
+
+class EngineMethods:
+    """Engines as methods of a comparison, and what they counted in it.
+
+    Args:
+        engines: by name.
+        options: of `generate`, for all.
+
+    Attributes:
+        methods: the engines as `compare` takes them.
+        stats: for each engine, what it counted for every prompt.
+    """
+
+    def __init__(self, engines: Mapping[str, TIDE], options: Mapping[str, Any]) -> None:
+        self._engines = engines
+        self.stats: dict[str, list[ExitStats]] = {name: [] for name in engines}
+        self.methods: dict[str, Method] = {
+            name: lambda prompt, engine=engine: engine.generate(**prompt, **options)  # type: ignore[misc]
+            for name, engine in engines.items()
+        }
+
+    def add(self, _: Any = None) -> None:
+        """Keep what each engine's last call counted; call it after every prompt."""
+        for name, engine in self._engines.items():
+            self.stats[name].append(engine.last_stats)
+
+    def counted(self, name: str, categories: Sequence[str] = ()) -> dict[str, Any]:
+        """What an engine counted in total, and its depth for each category of prompt."""
+        stats = self.stats[name]
+        tokens = _total(stats, "total_tokens")
+        run, full = _total(stats, "layers_run"), _total(stats, "layers_full")
+        layers = Counter[int]()
+        for of_a_prompt in stats:
+            layers.update(of_a_prompt.exits_per_layer)
+        by: dict[str, list[ExitStats]] = {}
+        for category, of_a_prompt in zip(categories, stats, strict=bool(categories)):
+            by.setdefault(category, []).append(of_a_prompt)
+        return {
+            "layers_run": run,
+            "layers_full": full,
+            # The speed-up if only layers took time.
+            "ideal_speedup": round(full / run, 3),
+            "exit_rate": round(layers.total() / tokens, 4),
+            "exits_per_layer": {str(layer): layers[layer] for layer in sorted(layers)},
+            "audited": _total(stats, "audited"),
+            # A share of all tokens, as a risk is; not of the exited tokens.
+            "disagreement": round(_total(stats, "differed") / tokens, 4),
+            "layer_calls_per_token": {
+                category: round(_total(some, "layers_run") / _total(some, "total_tokens"), 2)
+                for category, some in by.items()
+            },
+        }
+
+
+def _total(stats: Sequence[ExitStats], what: str) -> int:
+    return sum(getattr(of_a_prompt, what) for of_a_prompt in stats)
+
+
+def compare(
+    methods: Mapping[str, Method],
+    prompts: Sequence[Mapping[str, Tensor]],
+    after: Callable[[dict[str, Tensor]], None] = lambda out: None,
+    *,
+    categories: Sequence[str] = (),
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """Time every prompt with every method in turn; which method goes first rotates.
+
+    Args:
+        methods: by name; the first is the baseline.
+        prompts: encoded, one sequence each.
+        after: called with the outputs of all methods for a prompt.
+        categories: of the prompts, to report each separately.
+        quiet: show no progress.
+
+    Returns:
+        For each method, milliseconds per token and the speed-up over the baseline.
+    """
+    order = list(methods)
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    tokens: dict[str, list[int]] = {name: [] for name in methods}
+    with bars(quiet) as bar:
+        tick = bar("Prompts")
+        for turn in range(-1, len(prompts)):  # the first prompt runs twice, once as a warm-up
+            prompt = prompts[max(turn, 0)]
+            given = prompt["input_ids"].shape[1]
+            out: dict[str, Tensor] = {}
+            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+                began = time.perf_counter()
+                out[name] = methods[name](prompt)
+                if turn >= 0:
+                    seconds[name].append(time.perf_counter() - began)
+                    tokens[name].append(out[name].shape[1] - given)
+            if turn >= 0:
+                after(out)
+            tick(turn + 1, len(prompts))
+    return _results(seconds, tokens, categories)
+
+
+def _results(
+    seconds: Mapping[str, Sequence[float]],
+    tokens: Mapping[str, Sequence[int]],
+    categories: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Speeds of all methods, given what each took for every prompt."""
+    # Outputs may differ in length, so speed is per token.
+    rates = {
+        name: [t / s for t, s in zip(tokens[name], seconds[name], strict=True)] for name in seconds
+    }
+    per_token = {name: sum(seconds[name]) / sum(tokens[name]) for name in seconds}
+    baseline = next(iter(seconds))
+    results = []
+    for name in seconds:
+        ratios = [own / base for own, base in zip(rates[name], rates[baseline], strict=True)]
+        result: dict[str, Any] = {
+            "method": name,
+            "ms_per_token": round(1e3 * per_token[name], 2),
+            "speedup": round(per_token[baseline] / per_token[name], 3),
+            "per_prompt_speedup": _spread(ratios),
+            "tokens": sum(tokens[name]),
+        }
+        if categories:
+            by: dict[str, list[float]] = {}
+            for category, ratio in zip(categories, ratios, strict=True):
+                by.setdefault(category, []).append(ratio)
+            result["by_category"] = {c: round(statistics.mean(r), 3) for c, r in by.items()}
+        results.append(result)
+    return results
+
+
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    if len(ratios) < 2:
+        return {"p50": round(ratios[0], 3)}
+    deciles = statistics.quantiles(ratios, n=10, method="inclusive")
+    return {f"p{p}": round(deciles[p // 10 - 1], 3) for p in (20, 50, 80)}

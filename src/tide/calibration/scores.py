@@ -1,0 +1,157 @@
+"""The scores of every checkpoint on the tuning split, token by token along the model's answers.
+
+Each document of the split is used once: to fit, to choose exits, or to report on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tide.calibration.collect import Collection, Unit
+from tide.calibration.fit import read_out
+from tide.errors import DataError
+from tide.exits.confidence import FEATURES, gather_features
+from tide.exits.heads import ExitHead, Readout
+from tide.exits.ngrams import NGramPrediction, NGramPredictor
+from tide.exits.routers import TokenRouter
+from tide.exits.table import ContinuationTable
+
+# The use of each document of the tuning split, in turn: to stop routers and fit confidence models,
+# to choose exits, to report on them. In turn, since the first units are greedy, later ones sampled.
+PARTS = ("fit", "choose", "report", "fit", "choose", "report", "fit", "choose", "report", "fit")
+
+
+@dataclass(kw_only=True)
+class Scores:
+    """The scores of one checkpoint, and whether the exit is correct; `[tokens]` each.
+
+    Attributes:
+        layer: the checkpoint.
+        router: the router's probability.
+        top_probability: of the exit head.
+        confidence: of the confidence model; `top_probability` until the model is fitted.
+        correct: whether the exit head predicts the target token.
+        features: inputs of the confidence model, `[tokens, size]`.
+        document: the document of each token.
+    """
+
+    layer: int
+    router: np.ndarray
+    top_probability: np.ndarray
+    confidence: np.ndarray
+    correct: np.ndarray
+    features: Tensor
+    document: np.ndarray
+
+    def part(self, name: str) -> Scores:
+        """The tokens of the documents for `name`, one of `PARTS`."""
+        inside = in_part(self.document, name)
+        arrays = ("router", "top_probability", "confidence", "correct", "document")
+        return replace(
+            self,
+            features=self.features[torch.from_numpy(inside)],
+            **{array: getattr(self, array)[inside] for array in arrays},
+        )
+
+    def auc(self, scorer: str) -> float | None:
+        """How well a scorer separates correct exits from wrong ones: the area under the ROC.
+
+        None if all exits are correct, or none is.
+        """
+        return auc(getattr(self, scorer), self.correct)
+
+
+def in_part(document: np.ndarray, name: str) -> np.ndarray:
+    """Whether each token's document is for `name`, one of `PARTS`; `[tokens]`."""
+    count = int(document.max(initial=-1)) + 1
+    if count < len(set(PARTS)):
+        raise DataError(
+            f"The tuning split has {count} documents; it needs {len(set(PARTS))}, which takes "
+            "about 15 texts, and a useful calibration takes some hundreds."
+        )
+    return (np.array(PARTS) == name)[document % len(PARTS)]
+
+
+def tuning_documents(collection: Collection) -> list[np.ndarray]:
+    """For each unit of the tuning split, the document of each position, `[positions]`."""
+    found, first = [], 0
+    for answers in collection.answers_by_unit("tuning"):
+        numbers = np.arange(first, first + len(answers))
+        found.append(np.repeat(numbers, [len(answer) for answer in answers]))
+        first += len(answers)
+    return found
+
+
+@torch.no_grad()
+def observe(
+    collection: Collection,
+    readout: Readout,
+    heads: Sequence[ExitHead],
+    routers: Sequence[TokenRouter],
+    table: ContinuationTable | None,
+) -> list[Scores]:
+    """The scores of every checkpoint on the tuning split.
+
+    Args:
+        heads: as they are served.
+    """
+    pieces: list[list[dict[str, Tensor]]] = [[] for _ in heads]
+    for unit in collection.units("tuning"):
+        predictions = list(_predictions(unit, table))
+        for i, (head, router) in enumerate(zip(heads, routers, strict=True)):
+            done = 0
+            for logits in read_out(readout, head, unit.states[i]):
+                here = slice(done, done + len(logits))
+                done += len(logits)
+                predicted = readout.tokens(logits.argmax(-1)).cpu()
+                router_logits = router.logit(unit.states[i, here].float())
+                piece = {
+                    "router": router_logits.sigmoid(),
+                    "top_probability": logits.softmax(-1).amax(-1),
+                    "correct": predicted == unit.top_tokens[here, 0],
+                    "features": gather_features(
+                        tuple(FEATURES), logits, predicted.tolist(), router_logits,
+                        predictions[here],
+                    ),
+                }  # fmt: skip
+                pieces[i].append({name: values.cpu() for name, values in piece.items()})
+    document = np.concatenate(tuning_documents(collection))
+    found = []
+    for layer, some in zip(collection.plan.layers, pieces, strict=True):
+        whole = {name: torch.cat([piece[name] for piece in some]) for name in some[0]}
+        top = whole["top_probability"].numpy()
+        found.append(
+            Scores(
+                layer=layer,
+                router=whole["router"].numpy(),
+                top_probability=top,
+                confidence=top,
+                correct=whole["correct"].numpy(),
+                features=whole["features"],
+                document=document,
+            )
+        )
+    return found
+
+
+def _predictions(unit: Unit, table: ContinuationTable | None) -> Iterator[NGramPrediction]:
+    """The n-gram prediction at each position of a unit."""
+    for tokens, prompt in unit.documents():
+        predictor = NGramPredictor(table)
+        yield from (predictor.at(tokens, p, p + 1) for p in range(prompt - 1, len(tokens) - 1))
+
+
+def auc(scores: np.ndarray, correct: np.ndarray) -> float | None:
+    """Probability that a correct exit scores higher than a wrong one; ties count half."""
+    from scipy.stats import rankdata
+
+    good, bad = int(correct.sum()), int((~correct).sum())
+    if not good or not bad:
+        return None
+    ranks = rankdata(scores)
+    return float((ranks[correct].sum() - good * (good + 1) / 2) / (good * bad))

@@ -1,0 +1,240 @@
+"""The drafter: decides once a step which tokens to draft, from what was accepted and what it cost.
+
+It outlives calls, so what one prompt has taught serves the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tide.decode.batch import BatchState
+from tide.decode.sources import Draft, DraftSource
+
+RETRY = 24  # steps between tries of what does not pay at present
+
+
+@dataclass
+class _RunningRate:
+    """A running share of successes; older outcomes fade."""
+
+    good: float = 1.0
+    tried: float = 2.0
+
+    def add(self, outcome: bool, fade: float) -> None:
+        """Take in one more."""
+        self.good, self.tried = self.good * fade + outcome, self.tried * fade + 1
+
+    def forget(self, fade: float) -> None:
+        """Let what is known fade to what was assumed before anything was."""
+        self.good, self.tried = 1 + (self.good - 1) * fade, 2 + (self.tried - 2) * fade
+
+    @property
+    def share(self) -> float:
+        """Of successes, so far."""
+        return self.good / self.tried
+
+
+@dataclass
+class Acceptance:
+    """How often drafts were accepted, by type and by place in the draft.
+
+    Attributes:
+        fade: weight of what was known before each outcome.
+    """
+
+    fade: float = 0.99
+    _rates: dict[tuple[str, int], _RunningRate] = field(default_factory=dict)
+
+    def record(self, draft_type: str, drafted: int, accepted: int) -> None:
+        """Record that of `drafted` tokens the first `accepted` were accepted."""
+        for place in range(1, min(accepted + 1, drafted) + 1):
+            self._at(draft_type, place).add(place <= accepted, self.fade)
+
+    def reach(self, draft_type: str, limit: int) -> Iterator[float]:
+        """The chance that the first, the first two, ... of a draft are all accepted."""
+        chance = 1.0
+        for place in range(1, limit + 1):
+            chance *= self._at(draft_type, place).share
+            yield chance
+
+    def best(
+        self, sources: Iterable[DraftSource], tokens: Sequence[int], limit: int
+    ) -> Draft | None:
+        """Of what the sources draft, that from which most tokens can be expected.
+
+        What is known of the others fades, so that their turn comes again.
+        """
+        drafts = [draft for source in sources if (draft := source.propose(tokens, limit))]
+        found = max(
+            drafts, key=lambda d: sum(self.reach(d.draft_type, len(d.tokens))), default=None
+        )
+        for draft in drafts:
+            if draft is not found:
+                self._at(draft.draft_type, 1).forget(self.fade)
+        return found
+
+    def _at(self, draft_type: str, place: int) -> _RunningRate:
+        found = self._rates.get((draft_type, place))
+        if found is None:
+            found = self._rates[draft_type, place] = _RunningRate()
+        return found
+
+
+@dataclass
+class OnlineComparison:
+    """Finds out by trying whether something pays: tokens per second with it and without.
+
+    Attributes:
+        retry: cycles between tries of what is behind.
+    """
+
+    retry: int = RETRY
+    _rate: dict[bool, float] = field(default_factory=dict)
+    _cycles: int = 0
+
+    def choose(self) -> bool:
+        """Whether to do it in the next cycle."""
+        self._cycles += 1
+        if len(self._rate) < 2:
+            return not self._rate.get(True)
+        ahead = self._rate[True] >= self._rate[False]
+        return ahead if self._cycles % self.retry else not ahead
+
+    def record(self, used: bool, tokens: int, seconds: float) -> None:
+        """Record a cycle."""
+        rate = tokens / seconds
+        old = self._rate.get(used, rate)
+        self._rate[used] = old + 0.1 * (rate - old)
+
+
+@dataclass
+class PassCosts:
+    """What a step to full depth costs, by the tokens that each sequence has in it.
+
+    Kept by bucket, since a pass costs more with more sequences and longer contexts. A new bucket
+    starts from the nearest one.
+    """
+
+    _seconds: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
+
+    def of(self, batch: BatchState) -> dict[int, float]:
+        """Seconds by tokens, for batches and contexts of about this size."""
+        bucket = len(batch.sequences).bit_length(), max(batch.longest.bit_length(), 8)
+        if bucket not in self._seconds:
+            near = min(self._seconds, key=lambda b: _distance(b, bucket), default=None)
+            known = {} if near is None or near[0] != bucket[0] else self._seconds[near]
+            self._seconds[bucket] = dict(known)
+        return self._seconds[bucket]
+
+    def add(self, batch: BatchState, tokens: int, seconds: float) -> None:
+        """Record what a step over `tokens` tokens of each sequence took."""
+        known = self.of(batch)
+        old = known.setdefault(tokens, seconds)
+        # A slow outlier is the machine, not the pass: it moves the estimate less.
+        known[tokens] += 0.1 * (min(seconds, 2 * old) - old)
+
+
+def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
+    return 100 * abs(one[0] - other[0]) + abs(one[1] - other[1])
+
+
+def pass_cost(known: Mapping[int, float], tokens: int) -> float:
+    """Seconds of a step: as measured at this length, else from the nearest lengths measured."""
+    below = max((t for t in known if t <= tokens), default=1)
+    above = min((t for t in known if t >= tokens), default=None)
+    if above is None:
+        # Beyond what was measured, assume that a longer pass costs a little more.
+        return known[below] * (1 + 0.02 * (tokens - below))
+    share = (tokens - below) / max(above - below, 1)
+    return (1 - share) * known[below] + share * known[above]
+
+
+@dataclass
+class Drafter:
+    """Drafts for a batch; none where drafts do not pay.
+
+    Tokens come out at (1 + expected accepted) for each sequence, over the cost of a pass as long as
+    its longest chunk. The length with the best rate is used; it may be none. What is not used is
+    tried again now and then: a draft, so that drafting comes back when the text changes, and a step
+    without any, whose cost is what all others are measured against.
+
+    Attributes:
+        limit: most tokens drafted at once.
+        fixed: always draft that many, whether it pays or not: for tests and experiments.
+        accepted: how often drafts were accepted.
+        costs: what steps have cost.
+        exit_drafts: whether drafts by exit heads pay.
+    """
+
+    limit: int
+    fixed: bool = False
+    accepted: Acceptance = field(default_factory=Acceptance)
+    costs: PassCosts = field(default_factory=PassCosts)
+    exit_drafts: OnlineComparison = field(default_factory=OnlineComparison)
+    _since_try: dict[str, int] = field(default_factory=dict)  # by draft type
+    _since_undrafted: int = 0
+
+    def propose(self, batch: BatchState, sources: Mapping[int, Sequence[DraftSource]]) -> None:
+        """Let draft sources draft for every sequence that has no open drafts.
+
+        Args:
+            sources: by index of a sequence.
+        """
+        drafts: dict[int, Draft] = {}
+        for i, sequence in enumerate(batch.sequences):
+            if sequence.open_drafts or not (some := sources[sequence.index]):
+                continue
+            room = min(batch.pending_room(i), sequence.room - 1, self.limit)
+            if room >= 1 and (draft := self.accepted.best(some, sequence.tokens, room)):
+                drafts[i] = draft
+        if drafts:
+            lengths = self.lengths(batch, drafts)
+            for i, length in lengths.items():
+                if length:
+                    batch.draft(i, drafts[i].tokens[:length], drafts[i].draft_type)
+
+    def lengths(self, batch: BatchState, drafts: Mapping[int, Draft]) -> dict[int, int]:
+        """How many tokens of each draft to take in this step."""
+        if self.fixed:
+            return {i: len(draft.tokens) for i, draft in drafts.items()}
+        costs = self.costs.of(batch)
+        if 1 not in costs or self._since_undrafted >= 4 * RETRY:
+            self._since_undrafted = 0
+            return {}
+        self._since_undrafted += 1
+        best = self._best_length(costs, len(batch.sequences), list(drafts.values()))
+        if best:
+            for draft in drafts.values():
+                self._since_try[draft.draft_type] = 0
+            return {i: min(best, len(draft.tokens)) for i, draft in drafts.items()}
+        return self._tries(drafts)
+
+    def _best_length(
+        self, costs: Mapping[int, float], sequences: int, drafts: Sequence[Draft]
+    ) -> int:
+        """The length that makes tokens come out fastest; sequences share a pass, so it is one."""
+        longest = max(len(draft.tokens) for draft in drafts)
+        expected = [float(sequences)] + [0.0] * longest
+        for draft in drafts:
+            reach = self.accepted.reach(draft.draft_type, len(draft.tokens))
+            for length, chance in enumerate(reach, 1):
+                expected[length] += chance
+        best, best_rate, tokens = 0, sequences / pass_cost(costs, 1), float(sequences)
+        for length in range(1, longest + 1):
+            tokens += expected[length]
+            rate = tokens / pass_cost(costs, 1 + length)
+            if rate > best_rate:
+                best, best_rate = length, rate
+        return best
+
+    def _tries(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
+        """Now and then, one token of a type that does not pay at present."""
+        types = {draft.draft_type for draft in drafts.values()}
+        due = set()
+        for draft_type in types:
+            self._since_try[draft_type] = self._since_try.get(draft_type, 0) + 1
+            if self._since_try[draft_type] >= RETRY:
+                self._since_try[draft_type] = 0
+                due.add(draft_type)
+        return {i: 1 for i, draft in drafts.items() if draft.draft_type in due}

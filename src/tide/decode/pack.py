@@ -1,0 +1,48 @@
+"""Packing: ragged tokens and states of sequences as the padded tensors of a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tide.decode.sequence import SequenceState
+from tide.models.tokens import TokenBatch
+
+
+def pack_tokens(
+    sequences: Sequence[SequenceState],
+    spans: Sequence[range],
+    device: torch.device,
+    *,
+    left: bool = False,
+) -> TokenBatch:
+    """Tokens of a span of each sequence.
+
+    Args:
+        left: pad on the left, as prompts are.
+    """
+    longest = max(len(span) for span in spans)
+    ids, valid = [], []
+    for sequence, span in zip(sequences, spans, strict=True):
+        tokens, missing = sequence.tokens[span.start : span.stop], longest - len(span)
+        padding, here = [0] * missing, [True] * len(tokens)
+        ids.append(padding + tokens if left else tokens + padding)
+        valid.append([False] * missing + here if left else here + [False] * missing)
+    ragged = any(len(span) != longest for span in spans)
+    return TokenBatch(
+        torch.tensor(ids, device=device), torch.tensor(valid, device=device) if ragged else None
+    )
+
+
+def pack_states(states: Sequence[Tensor | None]) -> Tensor:
+    """Ragged states of sequences as `[sequences, longest, hidden]`, zeros behind."""
+    longest = max((s for s in states if s is not None), key=len)
+    if all(s is not None and len(s) == len(longest) for s in states):
+        return torch.stack([s for s in states if s is not None])
+    out = longest.new_zeros(len(states), *longest.shape)
+    for r, s in enumerate(states):
+        if s is not None:
+            out[r, : len(s)] = s
+    return out

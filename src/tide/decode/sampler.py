@@ -1,0 +1,129 @@
+"""The sampler: from logits to tokens, with transformers' own processors and criteria.
+
+A draw is made as `torch.multinomial` makes it: the likeliest token after dividing the probabilities
+by exponential noise. The noise belongs to the sequence and the place of the token, and is drawn in
+the order in which `generate` draws it. So the exit heads and the full model divide by the same
+noise at a place: a draft is accepted where full depth draws the same token, and the output is the
+full model's own draw whatever was drafted. With the same seed, it is what `generate` draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MaxLengthCriteria
+from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import EosTokenCriteria
+
+from tide.decode.noise import PlacedNoise
+from tide.decode.sequence import SequenceState
+
+# A token whose successor is wanted: its sequence and its position there.
+At = tuple[SequenceState, int]
+
+# Processors of transformers that look at nothing but what they are given, each sequence by itself.
+_STATELESS = {
+    getattr(logits_process, name)
+    for name in (
+        "EpsilonLogitsWarper", "EtaLogitsWarper", "ExponentialDecayLengthPenalty",
+        "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
+        "InfNanRemoveLogitsProcessor", "LogitNormalization", "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor", "MinPLogitsWarper", "NoBadWordsLogitsProcessor",
+        "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor", "SuppressTokensAtBeginLogitsProcessor",
+        "SuppressTokensLogitsProcessor", "TemperatureLogitsWarper", "TopHLogitsWarper",
+        "TopKLogitsWarper", "TopPLogitsWarper", "TypicalLogitsWarper",
+    )
+    if hasattr(logits_process, name)
+}  # fmt: skip
+
+
+def stateful(processors: Sequence[Any]) -> list[str]:
+    """Names of the processors that may carry state from call to call, or from token to token.
+
+    They must see every token once, in order, and no draft. A processor of your own that looks at
+    nothing but its arguments, and at each sequence by itself, may have `tide_stateless = True`.
+    """
+    return [
+        type(processor).__name__
+        for processor in processors
+        if type(processor) not in _STATELESS and not getattr(processor, "tide_stateless", False)
+    ]
+
+
+class Sampler:
+    """Picks tokens as `generate` would: processors, then argmax or a draw; then criteria.
+
+    Args:
+        contexts: tokens of all sequences as `generate` shows them to processors and criteria, on
+            the device where it does, `[sequences, room]`; sequences share it.
+        processors: transformers' prepared logits processors.
+        criteria: transformers' prepared stopping criteria.
+        sample: draw, instead of taking the likeliest.
+    """
+
+    def __init__(self, contexts: Tensor, processors: Any, criteria: Any, *, sample: bool) -> None:
+        self.contexts, self.processors, self.sample = contexts, processors, sample
+        self.ordered = bool(stateful(processors))
+        self._noise = PlacedNoise(len(contexts))
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
+        self._max_length = min(lengths, default=contexts.shape[1])
+        ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
+        self._eos = {token for ids in ends for token in ids.tolist()}
+        # Of all others nothing is known: they are called as `generate` calls them.
+        known = (MaxLengthCriteria, EosTokenCriteria)
+        self._criteria = type(criteria)(c for c in criteria if type(c) not in known)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken as it is."""
+        return not self.processors and not self.sample
+
+    def scores(self, at: Sequence[At], logits: Tensor) -> Tensor:
+        """Processed scores for the token after each position, `[n, vocabulary]`."""
+        if not self.processors:
+            return logits
+        logits = logits.to(self.contexts.device, torch.float32)
+        out = torch.empty_like(logits)
+        by_length: dict[int, list[int]] = {}
+        for k, (sequence, position) in enumerate(at):
+            by_length.setdefault(sequence.padding + position + 1, []).append(k)
+        for length, here in sorted(by_length.items()):
+            lines = [at[k][0].index for k in here]
+            if self.ordered:
+                # The whole batch, as `generate` shows it; sequences that have ended only fill it.
+                whole = logits.new_zeros(len(self.contexts), logits.shape[1])
+                whole[lines] = logits[here]
+                out[here] = self.processors(self.contexts[:, :length], whole)[lines]
+            else:
+                every = lines == list(range(len(self.contexts)))
+                contexts = self.contexts if every else self.contexts[lines]
+                out[here] = self.processors(contexts[:, :length], logits[here])
+        return out
+
+    def pick(self, at: Sequence[At], scores: Tensor) -> list[int]:
+        """The token after each position, from its processed scores, `[n, vocabulary]`."""
+        if self.sample:
+            places = [(s.index, s.padding + position + 1) for s, position in at]
+            scores = scores.float().softmax(-1) / self._noise.at(places, scores)
+        return scores.argmax(-1).tolist()
+
+    def ends(self, sequence: SequenceState) -> bool:
+        """Whether a sequence ends with its last committed token."""
+        length = sequence.padding + sequence.committed
+        if length >= self._max_length or sequence.tokens[sequence.committed - 1] in self._eos:
+            return True
+        if not self._criteria:
+            return False
+        return bool(self._criteria(self.contexts[:, :length], None)[sequence.index])
+
+    def forget(self, sequences: Sequence[SequenceState]) -> None:
+        """Drop the noise of places that are decided for all sequences."""
+        # Exited tokens are picked once more, by full depth, when they are audited.
+        open_places = [
+            s.padding + min(s.pending_audit, default=s.committed - 1) + 1 for s in sequences
+        ]
+        self._noise.forget_before(min(open_places, default=0))

@@ -1,0 +1,49 @@
+"""The schedule: which tokens run which segments next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tide.decode.batch import BatchState
+from tide.decode.pack import pack_tokens
+from tide.models.runner import DepthRunner
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Tokens that run through segments `first` to `last` together.
+
+    Attributes:
+        spans: for each sequence, its tokens in the pass; empty for none.
+    """
+
+    first: int
+    last: int
+    spans: Sequence[range]
+
+
+def next_pass(batch: BatchState, segment: int, *, stops: bool) -> Pass:
+    """The pass over all that waits before `segment`.
+
+    It runs on through the next segments, as far as nothing waits or is evaluated between.
+
+    Args:
+        stops: whether a gate is to be evaluated at the next checkpoint.
+    """
+    last = segment
+    while last < batch.last and not stops and not any(batch.waiting(last + 1)):
+        last += 1
+    return Pass(segment, last, batch.waiting(segment))
+
+
+def run_pass(runner: DepthRunner, batch: BatchState, work: Pass) -> Tensor:
+    """Run a pass; states after its last segment, `[sequences, longest span, hidden]`."""
+    hidden = batch.take(work.first, work.spans)
+    tokens = pack_tokens(batch.sequences, work.spans, runner.input_device)
+    lo, hi = batch.segments[work.first][0], batch.segments[work.last][1]
+    states = runner.run(tokens, lo, hi, cache=batch.cache, hidden=hidden)
+    batch.advance(work.first, work.last, work.spans, states)
+    return states

@@ -1,0 +1,122 @@
+"""Draft sources: small objects that draft the next tokens of a sequence. Knows no model.
+
+Prompt lookup is due to Saxena, "Prompt Lookup Decoding", 2023; that answers given to others are
+worth looking up too, to Oliaro et al., "SuffixDecoding", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from tide.exits.ngrams import NGramIndex
+from tide.exits.table import ContinuationTable
+
+
+class Draft(NamedTuple):
+    """Tokens that may follow.
+
+    Attributes:
+        draft_type: what stands behind it. How often drafts are accepted is counted by type.
+        tokens: at least one.
+    """
+
+    draft_type: str
+    tokens: list[int]
+
+
+class DraftSource(Protocol):
+    """Drafts the continuation of a sequence. A sequence has its own, so it may remember."""
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft | None:
+        """Draft up to `limit` tokens that follow `tokens`; None if it has no draft."""
+        ...
+
+
+class ContextNGrams:
+    """Copies what followed the latest earlier occurrence of the last 3, else 2, 1 tokens.
+
+    A longer match is accepted more often and may be copied further, so each length is a type.
+
+    Args:
+        index: of the sequence, if somebody else uses it too.
+    """
+
+    def __init__(self, index: NGramIndex | None = None) -> None:
+        self._index = index or NGramIndex()
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft | None:
+        """See `DraftSource.propose`."""
+        self._index.grow(tokens, len(tokens))
+        for n in self._index.orders:
+            follower = self._index.after(tokens[-n:]) if len(tokens) >= n else None
+            if follower is not None:
+                return Draft(f"context {n}", list(tokens[follower : follower + limit]))
+        return None
+
+
+class CrossRequestNGrams:
+    """Copies what followed the last three tokens in what any sequence has generated lately.
+
+    Sequences share it.
+
+    Args:
+        most: n-grams remembered. The older half is forgotten at once.
+    """
+
+    n = 3
+
+    def __init__(self, most: int = 1 << 18) -> None:
+        self._half = most // 2
+        self._new: dict[tuple[int, ...], tuple[list[int], int]] = {}  # -> text, place after it
+        self._old: dict[tuple[int, ...], tuple[list[int], int]] = {}
+
+    def learn(self, generated: list[int], start: int) -> None:
+        """Remember what a sequence generated from place `start` on.
+
+        Args:
+            generated: is kept, not copied, so it should not have the whole prompt in it. It may
+                grow but not change.
+        """
+        for end in range(max(start, self.n), len(generated)):
+            self._new[tuple(generated[end - self.n : end])] = generated, end
+        if len(self._new) > self._half:
+            self._old, self._new = self._new, {}
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft | None:
+        """See `DraftSource.propose`."""
+        key = tuple(tokens[-self.n :])
+        text, place = self._new.get(key) or self._old.get(key) or ([], 0)
+        return Draft("cross-request", text[place : place + limit]) if text else None
+
+
+class TableDrafts:
+    """Drafts of the calibrated table. How sure it is of the next token, in fifths, is the type.
+
+    Args:
+        table: the artifact's.
+    """
+
+    def __init__(self, table: ContinuationTable) -> None:
+        self.table = table
+
+    def propose(self, tokens: Sequence[int], limit: int) -> Draft | None:
+        """See `DraftSource.propose`."""
+        found = self.table.propose(tokens, limit)
+        if not found:
+            return None
+        return Draft(f"table {min(int(5 * found[0][1]), 4) / 5:.0%}", [token for token, _ in found])
+
+
+def draft_sources(
+    table: ContinuationTable | None, *, context: bool = True, index: NGramIndex | None = None
+) -> list[DraftSource]:
+    """Sources for one sequence.
+
+    Args:
+        table: the artifact's; None to do without.
+        context: whether to copy from the sequence's own text.
+        index: of the sequence, if somebody else uses it too.
+    """
+    found: list[DraftSource] = [ContextNGrams(index)] if context else []
+    return [*found, TableDrafts(table)] if table is not None else found

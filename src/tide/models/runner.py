@@ -1,0 +1,232 @@
+"""The depth runner: run layers `[lo, hi)` of a causal language model and count what ran.
+
+How the layers are reached is the business of the two subclasses: `segments.py` runs slices of the
+decoder, `shims.py` the whole decoder with most of its layers passed over.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tide.errors import RangeError, UnsupportedCacheError
+from tide.models.cache import Chunk, WaterlineCache
+from tide.models.locate import locate, text_config
+from tide.models.refuse import refuse_unsupported
+from tide.models.tokens import TokenBatch
+from tide.stats import LayerCounts
+
+
+class DepthRunner(ABC):
+    """Runs depth ranges of a causal language model and counts what ran.
+
+    `tide.attach` makes one and proves it on the model first.
+
+    Attributes:
+        name: how it reaches the layers: "segments" or "shims".
+        model, parts, config: the model, its located parts and its text config.
+        position_limit: tokens beyond which its rotary positions change meaning; None if never.
+        counts: layer calls and tokens so far.
+        lock: to be held by a thread while it uses the runner, whose counters are shared.
+    """
+
+    name: str
+
+    def __init__(self, model: Any) -> None:
+        refuse_unsupported(model)
+        self.model = model
+        self.lock = threading.RLock()
+        self.parts = locate(model)
+        self.config = text_config(model)
+        self.n_layers = len(self.parts.layers)
+        self.counts = LayerCounts.zeros(self.n_layers)
+        self.position_limit = position_limit(self.config)
+
+    @property
+    def input_device(self) -> torch.device:
+        """Where the model takes its token ids; for offloaded embeddings, where they run."""
+        embeddings = self.model.get_input_embeddings()
+        device = embeddings.weight.device
+        return (
+            device if device.type != "meta" else torch.device(embeddings._hf_hook.execution_device)
+        )
+
+    def new_cache(self, sequences: int, capacity: int | None = None) -> WaterlineCache:
+        """An empty cache.
+
+        Args:
+            sequences: sequences of the batch.
+            capacity: most tokens that a sequence will have, padding included; None if not known.
+        """
+        return WaterlineCache(self.n_layers, sequences, capacity)
+
+    def run(
+        self,
+        tokens: TokenBatch,
+        lo: int,
+        hi: int,
+        *,
+        cache: WaterlineCache,
+        hidden: Tensor | None = None,
+    ) -> Tensor:
+        """Run layers `[lo, hi)` on tokens that have passed the layers below; KV goes to `cache`.
+
+        Args:
+            tokens: one line for each sequence of the cache.
+            lo: first layer to run, counted from 0.
+            hi: the layer to stop before.
+            cache: from `new_cache`.
+            hidden: output of layer `lo - 1` for these tokens, `[sequences, new_tokens, hidden]`;
+                required if `lo > 0`.
+
+        Returns:
+            Output of layer `hi - 1`, before the final norm, `[sequences, new_tokens, hidden]`;
+            padding is undefined.
+        """
+        if (hidden is None) != (lo == 0):
+            raise RangeError(
+                f"Got layers [{lo}, {hi}) {'without' if hidden is None else 'with'} a hidden "
+                f"state. Layer 0 starts from the tokens; any other needs the output of the layer "
+                f"below it."
+            )
+        out = self._pass(tokens, (lo, hi), cache, hidden)
+        for layer in range(lo, hi):
+            self.counts.calls[layer] += 1
+            self.counts.tokens[layer] += out.chunk.tokens
+        return out.hidden
+
+    def fill_kv(
+        self, tokens: TokenBatch, lo: int, hi: int, *, cache: WaterlineCache, hidden: Tensor
+    ) -> None:
+        """Append to layers `[lo, hi)` the KV that each makes of the same `hidden`; no more.
+
+        Takes what `run` takes; `hidden`, `[sequences, new_tokens, hidden]`, is the state in which
+        the tokens exited.
+        """
+        out = self._pass(tokens, (lo, hi), cache, hidden, fill=True)
+        for layer in range(lo, hi):
+            self.counts.fills[layer] += out.chunk.tokens
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits for an output of the last layer, `[..., hidden]` to `[..., vocabulary]`."""
+        return scale_logits(self.config, self.parts.head(self.parts.norm(hidden)))
+
+    @torch.no_grad()
+    def target_tokens(self, ids: Tensor, start: int, *, step: int = 256) -> list[int]:
+        """What full depth predicts after each token of one sequence from position `start` on.
+
+        Args:
+            ids: the sequence, `[tokens]`.
+            start: the first position of interest.
+            step: positions whose logits are held at once.
+        """
+        counts, self.counts = self.counts, LayerCounts.zeros(self.n_layers)
+        cache = self.new_cache(1, len(ids))
+        hidden = self.run(TokenBatch(ids[None]), 0, self.n_layers, cache=cache)[0]
+        self.counts = counts
+        pieces = hidden[start:].split(step)
+        return [token for piece in pieces for token in self.logits(piece).argmax(-1).tolist()]
+
+    @abstractmethod
+    def _forward(
+        self, ids: Tensor, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache
+    ) -> Tensor:
+        """Run the layers of the chunk; their output, or `hidden` itself if they only fill KV."""
+
+    @torch.no_grad()
+    def _pass(
+        self,
+        tokens: TokenBatch,
+        layers: tuple[int, int],
+        cache: WaterlineCache,
+        hidden: Tensor | None,
+        *,
+        fill: bool = False,
+    ) -> _Output:
+        self._check(tokens, layers, cache, hidden)
+        chunk = cache.open(tokens, layers, fill=fill)
+        done = False
+        try:
+            given = None if hidden is None else tokens.zero_padding(hidden)
+            out = self._forward(tokens.ids, given, chunk, cache)
+            done = True
+        finally:
+            cache.close(done=done)
+        return _Output(out, chunk)
+
+    def _check(
+        self, tokens: TokenBatch, layers: tuple[int, int], cache: Any, hidden: Tensor | None
+    ) -> None:
+        if not isinstance(cache, WaterlineCache):
+            raise UnsupportedCacheError(
+                f"Got a {type(cache).__name__}. Sequences at different depths need the runner's "
+                f"own cache: use runner.new_cache(sequences). Static, quantised and other caches "
+                f"cannot hold them."
+            )
+        lo, hi = layers
+        if not 0 <= lo < hi <= self.n_layers:
+            raise RangeError(
+                f"Got layers [{lo}, {hi}); allowed are 0 <= lo < hi <= {self.n_layers}."
+            )
+        if not isinstance(tokens, TokenBatch):
+            raise RangeError(
+                f"Got tokens as a {type(tokens).__name__}; pass TokenBatch(input_ids)."
+            )
+        shape = tokens.ids.shape
+        if len(shape) != 2 or shape[0] != cache.sequences:
+            raise RangeError(
+                f"Got token ids of shape {list(shape)}; need [{cache.sequences}, new_tokens], one "
+                "line for each sequence of the cache."
+            )
+        named = (("hidden", hidden), ("valid", tokens.valid), ("positions", tokens.positions))
+        for name, given in named:
+            if given is not None and given.shape[:2] != shape:
+                raise RangeError(
+                    f"Got {name} of shape {list(given.shape)} for tokens of shape {list(shape)}; "
+                    "the first two dimensions must agree."
+                )
+
+
+class _Output:
+    """What a pass gave, and the chunk that it was."""
+
+    def __init__(self, hidden: Tensor, chunk: Chunk) -> None:
+        self.hidden, self.chunk = hidden, chunk
+
+
+def position_limit(config: Any) -> int | None:
+    """Tokens beyond which rotary frequencies depend on the length of a pass: longrope, dynamic."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    original = parameters.get("original_max_position_embeddings")
+    if parameters.get("rope_type") == "longrope":
+        return original or getattr(config, "original_max_position_embeddings", None)
+    if parameters.get("rope_type") == "dynamic":
+        return original or config.max_position_embeddings
+    return None
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The hidden states that a decoder layer returned; by family a tensor, or first of a tuple."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def scale_logits(config: Any, logits: Tensor) -> Tensor:
+    """What some families do to the head's output.
+
+    The self-check proves it against the model's own logits.
+    """
+    multiplier = getattr(config, "logit_scale", None)  # Cohere
+    divisor = getattr(config, "logits_scaling", None)  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    if multiplier is not None:
+        logits = logits * multiplier
+    if divisor is not None:
+        logits = logits / divisor
+    if cap is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits

@@ -1,0 +1,120 @@
+"""A certified risk: which calls its certificate covers, and what an audit costs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import tide
+from test_certify import certificate
+from test_generate import GREEDY, NEW, artifact, engine, prompts
+from tide.config import TIDEConfig
+from tide.engine import TIDE
+from tide.errors import ArtifactError, CertificateError
+from tide.exits.artifact import Artifact
+from tide.exits.thresholds import Thresholds
+from tide.models.fingerprint import fingerprint
+from tide.models.locate import locate
+from tide.risk import UncertifiedWarning, warn_if_uncovered
+from tiny import tiny_model
+
+CONFIG = TIDEConfig(exit_threshold=None, min_layers=0)
+COVERED = {"do_sample": False, "max_new_tokens": NEW}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def made(model: Any) -> Artifact:
+    """Certified for greedy answers of at most NEW tokens."""
+    made = artifact()
+    made.fingerprint = fingerprint(model, locate(model))
+    for checkpoint in made.checkpoints:
+        checkpoint.thresholds = Thresholds(top_probability=0.04)
+    made.certificates = [
+        certificate(
+            made, threshold_scale=1.0, thresholds=made.thresholds(1.0, 0), generation=COVERED
+        )
+    ]
+    return made
+
+
+def test_a_risk_is_not_served_on_another_model(model: Any, made: Artifact) -> None:
+    other = tiny_model("llama", seed=1)
+    with pytest.raises(ArtifactError, match="allow_mismatch=True"):
+        TIDE(other, made, CONFIG, risk=0.02, check=False)
+    for config in (CONFIG, None):
+        with pytest.raises(CertificateError, match=r"one that is for another model.*tide certify"):
+            TIDE(other, made, config, risk=0.02, allow_mismatch=True, check=False)
+    # Without a risk the exits may be tried there, and with one on the model itself.
+    TIDE(other, made, CONFIG, allow_mismatch=True, check=False)
+    served = TIDE(model, made, CONFIG, risk=0.02, allow_mismatch=True, check=False)
+    assert served.certificate == made.certificates[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ({"do_sample": True}, ["do_sample=True, and it is for greedy decoding"]),
+        ({"max_new_tokens": NEW + 1}, [f"up to {NEW + 1} new tokens, and it is for at most {NEW}"]),
+        ({"max_new_tokens": 30, "do_sample": True}, ["do_sample=True", "up to 30 new tokens"]),
+    ],
+)
+@pytest.mark.parametrize("way", ["engine", "decoder"])
+def test_a_call_outside_of_the_certified_conditions_warns(
+    model: Any, made: Artifact, way: str, options: dict[str, Any], reasons: list[str]
+) -> None:
+    served: dict[str, Any] = {"config": CONFIG, "risk": 0.02, "on_drift": lambda monitor: None}
+    if way == "engine":
+        generate = TIDE(model, made, check=False, **served).generate
+    else:
+        loop = tide.decoder(made, check=False, **served)
+
+        def generate(**kwargs: Any) -> Any:
+            return model.generate(**kwargs, custom_generate=loop)
+
+    with pytest.warns(UncertifiedWarning, match="does not cover this call") as caught:
+        generate(**prompts(2), **{**GREEDY, **options})
+    (text,) = [str(w.message) for w in caught if w.category is UncertifiedWarning]
+    for reason in reasons:
+        assert reason in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncertifiedWarning)
+        generate(**prompts(2), **GREEDY)
+        generate(**prompts(2), **{**GREEDY, "max_new_tokens": 3})
+
+
+def test_a_certificate_for_sampling_covers_sampling(made: Artifact) -> None:
+    sampled = certificate(made, generation={"do_sample": True, "max_new_tokens": 8})
+    unlimited = certificate(made, generation={})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncertifiedWarning)
+        warn_if_uncovered(sampled, sample=True, new_tokens=8)
+        warn_if_uncovered(unlimited, sample=False, new_tokens=10_000)
+    with pytest.warns(UncertifiedWarning, match="at most 8"):
+        warn_if_uncovered(sampled, sample=True, new_tokens=9)
+
+
+def test_an_audit_reads_few_positions_at_once() -> None:
+    """Logits of a whole sequence would take gigabytes: 8.4 at 32,000 tokens of 128,000 each."""
+    model = tiny_model("llama", max_position_embeddings=1024)
+    tide = engine(model, "exit", "always", kv_cache_strategy="propagate")
+    tide.audit_rate = 1.0
+    options = {**GREEDY, "eos_token_id": None, "max_new_tokens": 300}
+    read: list[int] = []
+    model.lm_head.register_forward_pre_hook(lambda _, states: read.append(states[0].numel() // 32))
+    output = tide.generate(**prompts(1), **options)
+    assert max(read) == 256 and sum(read) >= 300 + 299
+    # The audit is the same as in one piece.
+    with torch.no_grad():
+        targets = model(output).logits[0, 8:-1].argmax(-1)
+    assert tide.last_stats.target_tokens == [targets.tolist()]
+    share = (targets != output[0, 9:]).double().mean()
+    assert tide.last_stats.losses == [pytest.approx(float(share))]
+    assert tide.runner.counts.tokens[0] == 9 + 299  # an audit is not counted as decoding
