@@ -159,7 +159,9 @@ class Lossless(Off):
         """End the cycle, and compare."""
         assert self._cycle is not None
         began, committed = self._cycle
-        tokens = batch.committed - committed
+        # Drafts of other sources are accepted in both arms, and would only add noise.
+        others = sum(s.accepted for s in batch.sequences if s.draft_type not in (None, "exit"))
+        tokens = batch.committed - committed - others
         if self._may_draft:
             seconds = time.perf_counter() - began
             self._drafter.exit_drafts.record(self._drafts, tokens, seconds)
