@@ -267,6 +267,16 @@ def test_refused_at_attach_with_name_reason_and_way_out(make: Any) -> None:
     assert isinstance(refusal.value, TideError) and isinstance(refusal.value, ValueError)
 
 
+@pytest.mark.parametrize(
+    "make", [training, bert_as_decoder, no_head, gpt_neo], ids=lambda make: make.__name__
+)
+def test_a_decoder_names_the_class_of_a_model_that_it_refuses(make: Any) -> None:
+    """Its engine holds the model by a weak reference, which has a class of its own."""
+    model = make()
+    with pytest.raises(TideError, match=rf"^{type(model).__name__}\b"):
+        tide.decoder().engine(model)
+
+
 def test_every_family_for_which_eager_is_named_is_tested() -> None:
     assert set(EAGER_ONLY) == {"gemma2", "gpt_oss"}
 

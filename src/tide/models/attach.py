@@ -57,7 +57,7 @@ def _attach(model: Any, runner: type[DepthRunner], check: bool) -> DepthRunner:
         raise
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be run by depth ranges: its own code failed with "
+            f"{model.__class__.__name__} cannot be run by depth ranges: its own code failed with "
             f"{type(error).__name__}: {error}. TIDE runs decoder-only models loaded with "
             "AutoModelForCausalLM, with KV in every layer."
         ) from error

@@ -52,7 +52,7 @@ def locate(model: nn.Module) -> Parts:
             decoder, layers, norm, head = found
             return Parts(decoder, layers, norm, head, found_by=name)
     raise UnsupportedModelError(
-        f"{type(model).__name__}: cannot tell its decoder, layers, final norm and head apart "
+        f"{model.__class__.__name__}: cannot tell its decoder, layers, final norm and head apart "
         "(tried Hugging Face accessors, the family table and a probe). "
         "Pass an AutoModelForCausalLM, or add a row to tide/models/families.py (see "
         "CONTRIBUTING.md)."

@@ -99,4 +99,4 @@ def _refuse_cache_setting(name: str, generation_config: Any) -> None:
 
 def _name(model: Any) -> str:
     path = getattr(getattr(model, "config", None), "_name_or_path", "")
-    return f"{type(model).__name__} ({path})" if path else type(model).__name__
+    return f"{model.__class__.__name__} ({path})" if path else model.__class__.__name__

@@ -47,7 +47,7 @@ def self_check(runner: DepthRunner) -> list[float]:
     ]
     expected = [_forward(runner, sequence) for sequence in sequences]
     got, logits = _by_ranges(runner, sequences)
-    name, n_layers = type(runner.model).__name__, runner.n_layers
+    name, n_layers = runner.model.__class__.__name__, runner.n_layers
     tolerance = _TOLERANCE.get(runner.model.dtype, _HALF_TOLERANCE)
     errors = []
     for layer in range(n_layers):
