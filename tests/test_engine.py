@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from test_generate import GREEDY, engine, prompts
+from tide import decoder
 from tide.config import TIDEConfig
 from tide.decode.session import FullDepthWarning
 from tide.engine import TIDE
@@ -144,6 +146,21 @@ def test_what_is_not_decoded_by_depth_is_refused_by_name(options: Any, named: st
     tide = engine(tiny_model("llama"), "lossless")
     with pytest.raises(UnsupportedGenerationError, match=named):
         tide.generate(**prompts(1), **GREEDY, **options)
+
+
+@pytest.mark.parametrize("way", ["engine", "decoder"])
+def test_a_cache_named_in_the_generation_config_is_refused(way: str) -> None:
+    model = tiny_model("llama")
+    config = GenerationConfig(**GREEDY, cache_implementation="static")
+    if way == "engine":
+        generate = engine(model, "lossless").generate
+    else:
+        generate = partial(model.generate, custom_generate=decoder(check=False))
+    with pytest.raises(UnsupportedGenerationError, match="cache_implementation='static'"):
+        generate(**prompts(1), generation_config=config)
+    config.cache_implementation = "dynamic"
+    expected = model.generate(**prompts(1), **GREEDY)
+    assert torch.equal(generate(**prompts(1), generation_config=config), expected)
 
 
 def test_criteria_see_the_whole_batch() -> None:

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, StopStringCrite
 from transformers.generation import GenerationMode
 
 from tide.errors import UnsupportedGenerationError
+from tide.models.refuse import DYNAMIC_CACHES
 
 # Options of `generate` that decoding by depth does not take, and why.
 _REFUSED = {
@@ -80,14 +81,20 @@ def refuse_modes(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> N
                 f"{name}=True is not available when layers are skipped. Omit it, or call "
                 "model.generate."
             )
+    if (cache := config.cache_implementation) not in DYNAMIC_CACHES:
+        raise UnsupportedGenerationError(
+            f"Decoding by depth does not take cache_implementation={cache!r}: "
+            f"{_REFUSED['cache_implementation']}. Omit it from the generation config, or call "
+            "model.generate without TIDE."
+        )
     if getattr(config, "guidance_scale", None) not in (None, 1.0):
         raise UnsupportedGenerationError(
             "guidance_scale runs the model a second time for every token. Omit it."
         )
     if model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError("TIDE needs token ids; got inputs_embeds.")
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
+    filled = model_kwargs.get("past_key_values")
+    if filled is not None and filled.get_seq_length() > 0:
         raise UnsupportedGenerationError(
             "TIDE cannot continue from past_key_values that another loop has filled. Omit them and "
             "pass the whole prompt."

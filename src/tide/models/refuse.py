@@ -11,6 +11,10 @@ from tide.errors import UnsupportedCacheError, UnsupportedModelError
 from tide.models.families import ALIBI_FAMILIES, EAGER_ONLY, LAYER_TYPES, MASKED_ATTENTION
 from tide.models.locate import text_config
 
+# Settings of `cache_implementation` that mean a dynamic cache. "hybrid" is what older Gemma folders
+# have for "sliding and full layers"; it needs no fixed shape.
+DYNAMIC_CACHES = (None, "dynamic", "hybrid")
+
 
 def refuse_unsupported(model: Any) -> None:
     """Raise if `model` is of a type, or in a state, that cannot be run by depth ranges.
@@ -87,9 +91,7 @@ def _refuse_attention(name: str, config: Any) -> None:
 
 def _refuse_cache_setting(name: str, generation_config: Any) -> None:
     setting = getattr(generation_config, "cache_implementation", None)
-    # "hybrid" is what older Gemma folders have for "sliding and full layers"; it needs no fixed
-    # shape.
-    if setting not in (None, "dynamic", "hybrid"):
+    if setting not in DYNAMIC_CACHES:
         raise UnsupportedCacheError(
             f"{name} is set to generate with cache_implementation={setting!r}. TIDE keeps "
             f"sequences at different depths in a cache of its own, which static, offloaded and "
