@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
@@ -23,7 +25,7 @@ from tide.config import TIDEConfig
 from tide.decode.session import FullDepthWarning
 from tide.engine import TIDE
 from tide.errors import UnsupportedGenerationError
-from tiny import tiny_model
+from tiny import tiny_config, tiny_model
 
 
 class Recorder(BaseStreamer):
@@ -268,3 +270,49 @@ def test_engine_and_model_are_usable_after_an_interruption() -> None:
     assert type(model.model.layers) is torch.nn.ModuleList
     assert torch.equal(model.generate(**prompts(4), **GREEDY), expected)
     assert torch.equal(tide.generate(**prompts(4), **GREEDY), expected)
+
+
+def larger_model() -> Any:
+    """A language model that is part of a model which also takes images."""
+    text = tiny_config("gemma3_text")
+    vision = {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 8, "patch_size": 4,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4,
+        image_token_index=96,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").eval()
+
+
+TYPES = torch.zeros(1, 9, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (partial(tiny_model, "llama"), "inputs_embeds", torch.ones(1, 9, 32)),
+        (partial(tiny_model, "gpt2"), "token_type_ids", TYPES + 1),
+        (partial(tiny_model, "gpt2"), "token_type_ids", TYPES),  # embedded like any other
+        (larger_model, "token_type_ids", TYPES + 1),
+        (larger_model, "pixel_values", torch.ones(1, 3, 8, 8)),
+    ],
+)
+@pytest.mark.parametrize("way", ["engine", "decoder"])
+def test_inputs_that_the_loop_would_drop_are_refused(
+    way: str, make: Any, name: str, value: torch.Tensor
+) -> None:
+    model = make()
+    generate = TIDE(model, check=False).generate
+    if way == "decoder":
+        generate = partial(model.generate, custom_generate=decoder(check=False))
+    with pytest.raises(UnsupportedGenerationError, match=rf"no ({name}|image)\. Omit it, or call"):
+        generate(**prompts(1), **GREEDY, **{name: value})
+
+
+def test_types_of_text_are_taken_where_other_types_mark_images() -> None:
+    model = larger_model()
+    options = {**prompts(1), **GREEDY, "token_type_ids": TYPES}
+    assert torch.equal(TIDE(model).generate(**options), model.generate(**options))

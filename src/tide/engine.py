@@ -121,7 +121,7 @@ class TIDE:
 
         Greedy and sampling, logits processors, stopping criteria and strings, streamers,
         left-padded batches and `return_dict_in_generate` work as they do there. Beam search,
-        assisted generation and a cache of your own are refused.
+        assisted generation, a cache of your own and inputs beside token ids are refused.
 
         Raises:
             UnsupportedGenerationError: naming the option and what to do instead.
@@ -137,7 +137,7 @@ class TIDE:
     def decode(self, model: Any, input_ids: Tensor, streamer: Any = None, **prepared: Any) -> Any:
         """The loop that `model.generate(custom_generate=...)` calls with everything prepared."""
         options: GenerationConfig = prepared["generation_config"]
-        refuse_modes(options, prepared)
+        refuse_modes(model, options, prepared)
         refuse_length(options, self.runner.position_limit)
         call = GenerateCall(
             input_ids,

@@ -11,6 +11,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, StopStringCrite
 from transformers.generation import GenerationMode
 
 from tide.errors import UnsupportedGenerationError
+from tide.models.locate import text_config
 from tide.models.refuse import DYNAMIC_CACHES
 
 # Options of `generate` that decoding by depth does not take, and why.
@@ -24,6 +25,11 @@ _REFUSED = {
     "token_healing": "it would generate a second time",
     "synced_gpus": "sequences are dropped from the batch when they end",
 }
+# What `generate` hands to any loop; the first three are checked by themselves.
+_PREPARED = (
+    "attention_mask", "past_key_values", "position_ids", "generation_config", "logits_processor",
+    "stopping_criteria",
+)  # fmt: skip
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -67,8 +73,8 @@ def refuse_length(config: GenerationConfig, limit: int | None) -> None:
         )
 
 
-def refuse_modes(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Raise if what `generate` has prepared is a mode that is not decoded by depth."""
+def refuse_modes(model: Any, config: GenerationConfig, prepared: Mapping[str, Any]) -> None:
+    """Raise if what `generate` has prepared is a mode, or an input, not decoded by depth."""
     mode = config.get_generation_mode()
     if mode not in _MODES:
         raise UnsupportedGenerationError(
@@ -91,15 +97,34 @@ def refuse_modes(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> N
         raise UnsupportedGenerationError(
             "guidance_scale runs the model a second time for every token. Omit it."
         )
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise UnsupportedGenerationError("TIDE needs token ids; got inputs_embeds.")
-    filled = model_kwargs.get("past_key_values")
+    _refuse_inputs(model, prepared)
+    filled = prepared.get("past_key_values")
     if filled is not None and filled.get_seq_length() > 0:
         raise UnsupportedGenerationError(
             "TIDE cannot continue from past_key_values that another loop has filled. Omit them and "
             "pass the whole prompt."
         )
-    _refuse_positions(model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"))
+    _refuse_positions(prepared.get("position_ids"), prepared.get("attention_mask"))
+
+
+def _refuse_inputs(model: Any, prepared: Mapping[str, Any]) -> None:
+    """Raise for an input of the model beside its token ids: the loop would not hand it on."""
+    for name, value in prepared.items():
+        if name in _PREPARED or value is None or isinstance(value, (bool, int, float, str)):
+            continue
+        if isinstance(value, Mapping):  # images that `generate` has encoded, if there were any
+            name = " and ".join(value)
+            if not value:
+                continue
+        # A language model that is part of a larger one has type 0 for text. Others embed types, and
+        # add something for 0 too.
+        typed = name in ("token_type_ids", "mm_token_type_ids")
+        if typed and text_config(model) is not model.config and not value.any():
+            continue
+        raise UnsupportedGenerationError(
+            f"Decoding by depth takes token ids with an attention_mask, and no {name}. Omit it, or "
+            "call model.generate without TIDE."
+        )
 
 
 def _refuse_positions(positions: Tensor | None, mask: Tensor | None) -> None:
