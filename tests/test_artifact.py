@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
@@ -97,20 +96,16 @@ def test_a_truncated_file_is_refused(form: str, made: Artifact, tmp_path: Path) 
 
 def test_unknown_keys_and_tensors_are_refused(made: Artifact, tmp_path: Path) -> None:
     path = made.save(tmp_path / "router")
-    header = json.loads((path / "tide.json").read_text())
+    header, tensors = files.read(path)
     for change, named in (
         ({**header, "surprise": 1}, "unknown keys.*surprise"),
         ({k: v for k, v in header.items() if k != "record"}, "lacks.*record"),
         ({**header, "schema": 99}, "schema 99, and this version reads 2"),
         ({**header, "config": {"exit_treshold": 1}}, "Did you mean 'exit_threshold'"),
     ):
-        change["digest"] = files.digest(
-            {k: v for k, v in change.items() if k != "digest"}, load_file(path / "tide.safetensors")
-        )
-        (path / "tide.json").write_text(json.dumps(change))
+        files.write(path, change, tensors)
         with pytest.raises(ArtifactError, match=named):
             Artifact.load(path)
-    header, tensors = files.read(made.save(tmp_path / "tensors"))
     files.write(path, header, {**tensors, "surprise": torch.ones(1)})
     with pytest.raises(ArtifactError, match=r"unknown tensors.*surprise"):
         Artifact.load(path)
@@ -186,6 +181,51 @@ def test_an_interruption_keeps_what_was_there(
     assert not (tmp_path / "fresh").exists() and not (tmp_path / "fresh.safetensors").exists()
 
 
+def test_an_interruption_at_any_moment_keeps_the_old_artifact_or_the_new(
+    made: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, found, interrupted = tmp_path / "router", [], True
+    while interrupted:
+        made.record["made"] = "before"
+        made.save(path)
+        made.record["made"] = "after"
+        made.checkpoints[0].head.affine.weight.data += 1  # type: ignore[union-attr]
+        steps = [len(found)]  # changes of files that are made before the process is killed
+
+        def until_killed(change: Any, steps: list[int] = steps) -> Any:
+            def changed(*args: Any, **kwargs: Any) -> Any:
+                steps[0] -= 1
+                if steps[0] < 0:
+                    raise KeyboardInterrupt
+                return change(*args, **kwargs)
+
+            return changed
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "unlink"):
+                patch.setattr(Path, name, until_killed(getattr(Path, name)))
+            try:
+                made.save(path)
+                interrupted = False
+            except KeyboardInterrupt:
+                pass
+        found.append(Artifact.load(path).record["made"])
+    assert found == sorted(found, reverse=True) and set(found) == {"before", "after"}
+    assert len(list(path.glob("tide*.safetensors"))) == 1  # nothing is there of the others
+
+
+def test_a_folder_whose_tensors_have_no_digest_in_their_name_is_read(
+    made: Artifact, tmp_path: Path
+) -> None:
+    path = made.save(tmp_path / "router")
+    next(path.glob("*.safetensors")).rename(path / "tide.safetensors")
+    back = Artifact.load(path)
+    assert back._header() == made._header()
+    back.save(path)
+    assert not (path / "tide.safetensors").exists()
+    assert Artifact.load(path)._header() == made._header()
+
+
 def test_goes_to_the_hub_and_comes_back(
     made: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,13 +235,19 @@ def test_goes_to_the_hub_and_comes_back(
         def create_repo(self, name: str, **_: Any) -> None:
             assert name == "someone/router"
 
-        def upload_folder(self, repo_id: str, folder_path: str) -> str:
-            shutil.copytree(folder_path, hub / repo_id)
+        def upload_folder(self, repo_id: str, folder_path: str, delete_patterns: Any) -> str:
+            for pattern in delete_patterns:
+                for file in (hub / repo_id).glob(pattern):
+                    file.unlink()
+            shutil.copytree(folder_path, hub / repo_id, dirs_exist_ok=True)
             return f"hub:{repo_id}"
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: hub / name)
     assert made.push_to_hub("someone/router") == "hub:someone/router"
+    made.record["made"] = "again"
+    made.push_to_hub("someone/router")
+    assert len(list((hub / "someone/router").glob("*.safetensors"))) == 1
     card = (hub / "someone/router/README.md").read_text()
     assert "library_name: tide" in card and "from tide import TIDE" in card
     assert Artifact.from_pretrained("someone/router")._header() == made._header()

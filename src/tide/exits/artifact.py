@@ -145,7 +145,7 @@ class Artifact:
             return cls.load(name)
         from huggingface_hub import snapshot_download
 
-        wanted = [files.HEADER, files.TENSORS]
+        wanted = [files.HEADER, *files.TENSORS]
         try:
             found = snapshot_download(str(name), revision=revision, allow_patterns=wanted)
         except Exception as error:  # offline, unknown and private all have classes of their own
@@ -163,7 +163,11 @@ class Artifact:
         api.create_repo(name, private=private, exist_ok=True)
         with TemporaryDirectory() as folder:
             self.save_pretrained(Path(folder) / "artifact", name=name)
-            done = api.upload_folder(repo_id=name, folder_path=str(Path(folder) / "artifact"))
+            done = api.upload_folder(
+                repo_id=name,
+                folder_path=str(Path(folder) / "artifact"),
+                delete_patterns=[*files.TENSORS],  # of an artifact that was there before
+            )
         return str(done)
 
     def require(self, fingerprint: Fingerprint, *, force: bool = False) -> None:

@@ -1,8 +1,8 @@
 """The files of an artifact: a header in JSON and tensors, with a digest over both.
 
-A folder with `tide.json` and `tide.safetensors`, or one `.safetensors` file with the JSON in its
-metadata. A `.pt` file holds the same and is read with `weights_only=True`, so no file can run code.
-Knows nothing of what the header means.
+A folder with `tide.json` and the `.safetensors` file that its digest names, or one `.safetensors`
+file with the JSON in its metadata. A `.pt` file holds the same and is read with
+`weights_only=True`, so no file can run code. Knows nothing of what the header means.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from tide.errors import ArtifactError
 
-HEADER, TENSORS, CARD = "tide.json", "tide.safetensors", "README.md"
+HEADER, CARD = "tide.json", "README.md"
+# Tensors in a folder, as patterns: named by digest or, by earlier versions, without.
+TENSORS = (f"tide-{'[0-9a-f]' * 16}.safetensors", "tide.safetensors")
 
 # What `model.generate(custom_generate=FOLDER, trust_remote_code=True)` looks for. It first reads
 # the imports, and for a missing one advises to install a package of the module's name, which is not
@@ -53,7 +55,7 @@ def custom_generate(artifact: str) -> dict[str, str]:
 
 
 def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write an artifact; an interruption while writing keeps what was there before."""
+    """Write an artifact; an interruption at any moment keeps what was there, or the new one."""
     header = {**header, "digest": digest(header, tensors)}
     text = json.dumps(header, indent=2)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,16 +64,17 @@ def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     elif path.suffix == ".safetensors":
         write_whole(path, lambda p: save_file(dict(tensors), p, metadata={"tide": text}))
     else:
-        scratch = _scratch(path)
-        scratch.mkdir()
-        save_file(dict(tensors), scratch / TENSORS)
-        (scratch / HEADER).write_text(text + "\n")
-        if path.exists():
-            for name in (TENSORS, HEADER):
-                (scratch / name).replace(path / name)
-            scratch.rmdir()
-        else:
-            scratch.replace(path)
+        folder = path if path.exists() else _scratch(path)
+        folder.mkdir(exist_ok=True)
+        # Tensors that were there stay until the header names the new ones.
+        name = _tensors_of(header["digest"])
+        write_whole(folder / name, lambda p: save_file(dict(tensors), p))
+        write_whole(folder / HEADER, lambda p: p.write_text(text + "\n"))
+        for other in (file for pattern in TENSORS for file in folder.glob(pattern)):
+            if other.name != name:
+                other.unlink(missing_ok=True)
+        if folder != path:
+            folder.replace(path)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -120,12 +123,19 @@ def reason(error: Exception) -> str:
 
 def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
     if path.is_dir():
-        return (path / HEADER).read_text(), load_file(path / TENSORS)
+        text = (path / HEADER).read_text()
+        named = path / _tensors_of(json.loads(text)["digest"])
+        return text, load_file(named if named.exists() else path / TENSORS[-1])
     if path.suffix == ".pt":
         stored = torch.load(path, map_location="cpu", weights_only=True)
         return stored["header"], stored["tensors"]
     with safe_open(path, framework="pt") as file:
         return (file.metadata() or {})["tide"], load_file(path)
+
+
+def _tensors_of(digest: str) -> str:
+    """The file in a folder that holds the tensors of the artifact with this digest."""
+    return f"tide-{digest[:16]}.safetensors"
 
 
 def write_whole(path: Path, save: Callable[[Path], Any]) -> None:
