@@ -17,6 +17,7 @@ from tide.certify import certify, noise_floor
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import CertificateError, ConfigError, DataError
+from tide.exits import files
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import Certificate
 from tide.exits.policy import ScriptedPolicy
@@ -104,6 +105,18 @@ def test_the_most_aggressive_certificate_that_covers_a_query_is_found(made: Arti
     with pytest.raises(CertificateError, match="is for another model"):
         find_certificate(made, replace(query, model=Fingerprint("", "", "")))
     assert find_certificate(made, replace(query, model=None)) == made.certificates[2]
+
+
+def test_the_exits_are_hashed_once_for_all_certificates(
+    made: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.certificates = [certificate(made, risk=risk) for risk in (0.01, 0.02, 0.05)]
+    hashed: list[Any] = []
+    digest = files.digest
+    monkeypatch.setattr(files, "digest", lambda *args: hashed.append(args) or digest(*args))
+    query = CertificateQuery(0.05, 0.05, "float32", "deferred")
+    assert find_certificate(made, query) == made.certificates[2]
+    assert len(hashed) == 1
 
 
 def test_certificates_are_kept_in_the_artifact(made: Artifact, tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def certify(
                 yield runs[k]
 
         held = {r: learn_then_test(settings(), r, delta) for r in risks}
+    exits, dtype = made.exits, dtype_name(model)  # a digest of every tensor, so once
     data = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
     certificates = [
         Certificate(
@@ -138,9 +139,9 @@ def certify(
             test="betting",
             loss="tokens that differ from full depth" if loss is None else "task loss",
             model=made.fingerprint.to_dict(),
-            exits=made.exits,
+            exits=exits,
             min_layers=config.min_layers,
-            dtype=dtype_name(model),
+            dtype=dtype,
             kv_cache_strategy=config.kv_cache_strategy,
             batch=batch,
             generation={"do_sample": False, "max_new_tokens": new_tokens},
@@ -151,10 +152,7 @@ def certify(
         if last is not None
     ]
     # A new test replaces an old one: a bound that was not shown again no longer holds.
-    tested = {
-        (r, delta, made.exits, config.min_layers, dtype_name(model), config.kv_cache_strategy)
-        for r in risks
-    }
+    tested = {(r, delta, exits, config.min_layers, dtype, config.kv_cache_strategy) for r in risks}
     made.certificates = [c for c in made.certificates if _tested(c) not in tested] + certificates
     if not isinstance(artifact, Artifact):
         made.save(artifact)

@@ -67,7 +67,7 @@ class TIDE:
 
     Attributes:
         runner: how layers are run; `runner.name` is "segments" or "shims".
-        last_stats: what the last call did; what each token needed can be read while it runs.
+        last_stats: what the last call did; may be read while it runs.
         circuit_breaker: monitors the risk; None if none was given.
         certificate: what the risk rests on; None if none was given.
         drafter: what is known of drafts; remembers between calls.

@@ -56,8 +56,9 @@ def find_certificate(artifact: Artifact, query: CertificateQuery) -> Certificate
         CertificateError: if there is none; names those there are, and how to make one.
     """
     reasons, found = [], []
+    exits = artifact.exits  # reads every tensor, so once for all certificates
     for certificate in artifact.certificates:
-        misses = _misses(certificate, artifact, query)
+        misses = _misses(certificate, artifact, exits, query)
         reasons += ["; ".join(misses)] if misses else []
         found += [] if misses else [certificate]
     if not found:
@@ -94,7 +95,9 @@ def certified_config(
     return found, config.with_(min_layers=found.min_layers, audit_tail=True)
 
 
-def _misses(certificate: Certificate, artifact: Artifact, query: CertificateQuery) -> list[str]:
+def _misses(
+    certificate: Certificate, artifact: Artifact, exits: str, query: CertificateQuery
+) -> list[str]:
     """Why a certificate does not cover a query; empty if it does."""
     layers = [int(layer) for layer in certificate.thresholds]
     wanted = layers
@@ -106,7 +109,7 @@ def _misses(certificate: Certificate, artifact: Artifact, query: CertificateQuer
         (other_model, "is for another model"),
         (certificate.risk > query.risk, f"is for risk {certificate.risk}"),
         (certificate.delta > query.delta, f"is for delta {certificate.delta}"),
-        (certificate.exits != artifact.exits, "is for other exits"),
+        (certificate.exits != exits, "is for other exits"),
         (certificate.dtype != query.dtype, f"is for dtype {certificate.dtype}"),
         (strategy != query.kv_cache_strategy, f"is for kv_cache_strategy {strategy}"),
         (layers != wanted, f"is for min_layers {certificate.min_layers}"),

@@ -29,7 +29,7 @@ def attach(model: Any, *, check: bool = True, runner: str | None = None) -> Dept
         model: an `AutoModelForCausalLM` in evaluation mode.
         check: prove on a short random prompt that range-running equals the model's own forward
             pass.
-        runner: "segments" or "shims", to have this one or an error.
+        runner: "segments" or "shims", to require this one.
 
     Raises:
         UnsupportedModelError, UnsupportedCacheError: if the model is of a type that cannot be run

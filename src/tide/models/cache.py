@@ -222,8 +222,7 @@ class WaterlineCache(Cache):
     def keep(self, sequences: Sequence[int]) -> None:
         """Keep only these sequences, in this order.
 
-        Cheap where the ones behind the last that is kept move into the gaps, and the others stay
-        in place: then only those are copied.
+        If the last sequences fill the gaps, only they are copied.
         """
         if not sequences or not all(0 <= s < self.sequences for s in sequences):
             raise RangeError(
