@@ -19,7 +19,7 @@ from tide.engine import TIDE
 from tide.errors import CertificateError, ConfigError, DataError
 from tide.exits import files
 from tide.exits.artifact import Artifact
-from tide.exits.certificate import Certificate
+from tide.exits.certificate import TASK_LOSS, TOKEN_LOSS, Certificate
 from tide.exits.policy import ScriptedPolicy
 from tide.exits.thresholds import Thresholds
 from tide.models.fingerprint import Fingerprint, fingerprint
@@ -39,7 +39,7 @@ ALWAYS = ScriptedPolicy(lambda at, checkpoint: True)
 def certificate(made: Artifact, **changes: Any) -> Certificate:
     usual: dict[str, Any] = {
         "risk": 0.02, "delta": 0.05, "threshold_scale": 0.5, "thresholds": made.thresholds(0.5, 0),
-        "sequences": 300, "estimate": 0.01, "p_value": 0.01, "test": "betting", "loss": "tokens",
+        "sequences": 300, "estimate": 0.01, "p_value": 0.01, "test": "betting", "loss": TOKEN_LOSS,
         "model": made.fingerprint.to_dict(), "exits": made.exits, "min_layers": 0,
         "dtype": "float32", "kv_cache_strategy": "deferred", "batch": 1, "generation": {},
         "data": "d", "tide": "0",
@@ -78,6 +78,7 @@ def test_a_risk_needs_a_certificate_that_covers_it(model: Any, made: Artifact) -
         ({"exits": "others"}, "is for other exits"),
         ({"min_layers": 3, "thresholds": made.thresholds(1.0, 3)}, "is for min_layers 3"),
         ({"model": {"layers": "others"}}, "is for another model"),
+        ({"loss": TASK_LOSS}, "is for another loss: task loss"),
     ):
         made.certificates = [certificate(made, **changes)]
         with pytest.raises(CertificateError, match=reason):
@@ -88,6 +89,9 @@ def test_a_risk_needs_a_certificate_that_covers_it(model: Any, made: Artifact) -
     assert serve(model, made, risk=0.015).threshold_scale == 0.5
     thresholds = engine._machinery.exits.policy.thresholds  # type: ignore[attr-defined]
     assert [t.top_probability for t in thresholds] == [pytest.approx(0.2)] * 2
+    for given in ({"threshold_scale": 1.0}, {"policy": ALWAYS}):
+        with pytest.raises(ConfigError, match=rf"that were certified; got {next(iter(given))}="):
+            serve(model, made, risk=0.02, **given)
     with pytest.raises(ConfigError, match="chooses the thresholds"):
         serve(model, made, risk=0.02, config=TIDEConfig(exit_threshold=0.9))
     made.checkpoints[0].thresholds = Thresholds(top_probability=0.5)
@@ -254,11 +258,17 @@ def test_exits_that_are_always_wrong_are_not_certified(model: Any) -> None:
     made.fingerprint = _fingerprint(model)
     assert certify(model, tiny_tokenizer(), made, texts(40), risk=0.3, **options) == []
     assert made.certificates == []
-    # A custom loss that is 0 for every answer.
+    # A custom loss that is 0 for every answer. It is no claim about tokens, and replaces none.
+    of_tokens = certificate(made, risk=0.3)
+    made.certificates = [of_tokens]
     found = certify(
         model, tiny_tokenizer(), made, texts(200), risk=0.3, loss=lambda p, a: 0.0, **options
     )
-    assert [c.loss for c in found] == ["task loss"]
+    assert [c.loss for c in found] == [TASK_LOSS]
+    assert made.certificates == [of_tokens, *found]
+    made.certificates = found
+    with pytest.raises(CertificateError, match="is for another loss: task loss"):
+        serve(model, made, risk=0.3)
 
 
 def _fingerprint(model: Any) -> Any:

@@ -27,7 +27,7 @@ from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ConfigError, DataError
 from tide.exits.artifact import Artifact
-from tide.exits.certificate import Certificate
+from tide.exits.certificate import TASK_LOSS, TOKEN_LOSS, Certificate
 from tide.models.fingerprint import dtype_name
 
 # The path, safest first: factors on the error probability that calibration accepts at an exit.
@@ -89,7 +89,9 @@ def certify(
         max_prompt: longest prompt.
         batch: sequences decoded together.
         threshold_scales: the path, safest first; see `Thresholds.scaled`.
-        loss: measure this instead, from a prompt and an answer to a loss between 0 and 1.
+        loss: measure this instead, from a prompt and an answer to a loss between 0 and 1. `TIDE`
+            serves risks of tokens only; serve such a certificate with its `threshold_scale` and
+            `min_layers`, without `risk`.
         force: certify risks below the noise floor of the model's own dtype.
         version: of the library, for the record.
         quiet: show no progress.
@@ -126,6 +128,7 @@ def certify(
 
         held = {r: learn_then_test(settings(), r, delta) for r in risks}
     exits, dtype = made.exits, dtype_name(model)  # a digest of every tensor, so once
+    counted = TOKEN_LOSS if loss is None else TASK_LOSS
     data = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
     certificates = [
         Certificate(
@@ -137,7 +140,7 @@ def certify(
             estimate=float(runs[last].mean()),
             p_value=betting(runs[last], wanted),
             test="betting",
-            loss="tokens that differ from full depth" if loss is None else "task loss",
+            loss=counted,
             model=made.fingerprint.to_dict(),
             exits=exits,
             min_layers=config.min_layers,
@@ -152,7 +155,8 @@ def certify(
         if last is not None
     ]
     # A new test replaces an old one: a bound that was not shown again no longer holds.
-    tested = {(r, delta, exits, config.min_layers, dtype, config.kv_cache_strategy) for r in risks}
+    conditions = counted, exits, config.min_layers, dtype, config.kv_cache_strategy
+    tested = {(r, delta, *conditions) for r in risks}
     made.certificates = [c for c in made.certificates if _tested(c) not in tested] + certificates
     if not isinstance(artifact, Artifact):
         made.save(artifact)
@@ -161,7 +165,7 @@ def certify(
 
 def _tested(of: Certificate) -> tuple[Any, ...]:
     """The claim that a certificate makes, and its conditions."""
-    return of.risk, of.delta, of.exits, of.min_layers, of.dtype, of.kv_cache_strategy
+    return of.risk, of.delta, of.loss, of.exits, of.min_layers, of.dtype, of.kv_cache_strategy
 
 
 def unseen(texts: Sequence[str], made: Artifact) -> list[str]:

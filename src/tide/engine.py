@@ -60,8 +60,8 @@ class TIDE:
             drift monitor.
         audit_rate: for KV that is not exact ("propagate", "zero_pad"), the share of sequences that
             are audited by a pass at full depth; with "deferred" all are, for free.
-        threshold_scale: moves the calibrated thresholds together; see `Thresholds.scaled`.
-        policy: which tokens exit where; by default the gates of the artifact.
+        threshold_scale: moves the calibrated thresholds (see `Thresholds.scaled`); not with a risk.
+        policy: which tokens exit where, by default the artifact's gates; not with a risk.
         allow_mismatch: use an artifact that was made for another model.
         check: prove on attach that range-running equals the model; see `tide.attach`.
 
@@ -83,12 +83,12 @@ class TIDE:
         delta: float = 0.05,
         on_drift: str | Callable[[DriftMonitor], Any] = "warn",
         audit_rate: float = 0.05,
-        threshold_scale: float = 1.0,
+        threshold_scale: float | None = None,
         policy: Policy | None = None,
         allow_mismatch: bool = False,
         check: bool = True,
     ) -> None:
-        self.model, self.audit_rate = model, audit_rate
+        self.model, self.audit_rate, self._audits = model, audit_rate, random.Random(0)
         self.config = config or TIDEConfig(mode="lossless")
         self.runner = attach(model, check=check)
         self.artifact = load_artifact(router_path, self.runner, allow_mismatch=allow_mismatch)
@@ -100,13 +100,13 @@ class TIDE:
                 None if config is None else config.min_layers,
                 fingerprint(model, self.runner.parts),
             )  # fmt: skip
-            self.certificate, self.config = certified_config(self.artifact, query, config)
-            threshold_scale = self.certificate.threshold_scale
-            monitor = DriftMonitor(self.certificate.risk, delta)
-            self.circuit_breaker = CircuitBreaker(monitor, on_drift)
-        self.threshold_scale = threshold_scale
-        self._audits = random.Random(0)
-        exits = make_exits(self.runner, self.artifact, self.config, threshold_scale, policy)
+            found, self.config = certified_config(
+                self.artifact, query, config, threshold_scale, policy
+            )
+            self.certificate, threshold_scale = found, found.threshold_scale
+            self.circuit_breaker = CircuitBreaker(DriftMonitor(found.risk, delta), on_drift)
+        self.threshold_scale = 1.0 if threshold_scale is None else threshold_scale
+        exits = make_exits(self.runner, self.artifact, self.config, self.threshold_scale, policy)
         self.drafter = Drafter(self.config.max_draft)
         self._machinery = Machinery(self.runner, exits, self.config, self.drafter)
         self.last_stats = ExitStats(self.runner.n_layers)

@@ -15,7 +15,7 @@ from typing import Any
 from tide.config import TIDEConfig
 from tide.errors import CertificateError, ConfigError
 from tide.exits.artifact import Artifact
-from tide.exits.certificate import Certificate
+from tide.exits.certificate import TOKEN_LOSS, Certificate
 from tide.models.fingerprint import Fingerprint
 
 REACTIONS = ("warn", "full_depth")
@@ -39,6 +39,7 @@ class CertificateQuery:
         kv_cache_strategy: how KV of exited tokens is made.
         min_layers: exits below this depth are not used; None to take what is certified.
         model: fingerprint of the model that is served; None if it cannot be taken.
+        loss: what the risk is of.
     """
 
     risk: float
@@ -47,6 +48,7 @@ class CertificateQuery:
     kv_cache_strategy: str
     min_layers: int | None = None
     model: Fingerprint | None = None
+    loss: str = TOKEN_LOSS
 
 
 def find_certificate(artifact: Artifact, query: CertificateQuery) -> Certificate:
@@ -74,13 +76,27 @@ def find_certificate(artifact: Artifact, query: CertificateQuery) -> Certificate
 
 
 def certified_config(
-    artifact: Artifact, query: CertificateQuery, config: TIDEConfig | None
+    artifact: Artifact,
+    query: CertificateQuery,
+    config: TIDEConfig | None,
+    threshold_scale: float | None = None,
+    policy: Any = None,
 ) -> tuple[Certificate, TIDEConfig]:
     """The certificate that covers a query, and the settings to serve it with.
 
     Args:
         config: the caller's settings; None to take what is certified.
+        threshold_scale, policy: the caller's; both must be None.
+
+    Raises:
+        ConfigError: if the caller's settings are not those that a certificate is for.
     """
+    for name, given in (("threshold_scale", threshold_scale), ("policy", policy)):
+        if given is not None:
+            raise ConfigError(
+                f"risk={query.risk} serves the gates and the threshold scale that were certified; "
+                f"got {name}={given!r}. Omit {name}, or omit risk to serve uncertified."
+            )
     config = config or TIDEConfig(exit_threshold=None)
     if config.prefill_exit:
         raise ConfigError("No certificate covers prefill_exit: prompts must go to full depth.")
@@ -107,6 +123,7 @@ def _misses(
     other_model = query.model is not None and certificate.model != query.model.to_dict()
     reasons = (
         (other_model, "is for another model"),
+        (certificate.loss != query.loss, f"is for another loss: {certificate.loss}"),
         (certificate.risk > query.risk, f"is for risk {certificate.risk}"),
         (certificate.delta > query.delta, f"is for delta {certificate.delta}"),
         (certificate.exits != exits, "is for other exits"),

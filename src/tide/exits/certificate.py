@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+# What a certificate counts: by default, and where the caller has a loss of their own.
+TOKEN_LOSS, TASK_LOSS = "tokens that differ from full depth", "task loss"
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -23,7 +26,7 @@ class Certificate:
         estimate: their mean loss.
         p_value: of "the mean loss is above the risk".
         test: which test that is of.
-        loss: what was counted.
+        loss: what was counted: `TOKEN_LOSS`, or `TASK_LOSS` with a loss of the caller's.
         model: fingerprint of the model.
         exits: digest of the exit heads, thresholds, vocabulary and table.
         min_layers: exits below this depth were not used.
