@@ -239,6 +239,9 @@ def test_certifies_end_to_end_on_prompts_not_used_before(model: Any, tmp_path: P
     assert [c.risk for c in found] == [0.05, 0.2]
     assert all(c.threshold_scale == 1.0 and c.estimate == 0.0 for c in found)
     assert found[0].sequences == 260 - 39 - 12  # calibration used 39 to fit, 12 for tuning
+    assert found[0].generation == {
+        "do_sample": False, "max_new_tokens": 8, "logits_processors": [],
+    }  # fmt: skip
     assert tide.TIDE(model, tmp_path / "router", risk=0.05).certificate == found[0]
     engine = tide.TIDE(model, tmp_path / "router", TIDEConfig(exit_threshold=None, min_layers=0),
                        risk=0.05)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import tide
 from test_certify import certificate
 from test_generate import GREEDY, NEW, artifact, engine, prompts
+from tide.certify import own_processors
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ArtifactError, CertificateError
@@ -18,7 +20,7 @@ from tide.exits.artifact import Artifact
 from tide.exits.thresholds import Thresholds
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
-from tide.risk import UncertifiedWarning, warn_if_uncovered
+from tide.risk import UncertifiedWarning, describe_processors, warn_if_uncovered
 from tiny import tiny_model
 
 CONFIG = TIDEConfig(exit_threshold=None, min_layers=0)
@@ -88,6 +90,46 @@ def test_a_call_outside_of_the_certified_conditions_warns(
         warnings.simplefilter("error", UncertifiedWarning)
         generate(**prompts(2), **GREEDY)
         generate(**prompts(2), **{**GREEDY, "max_new_tokens": 3})
+
+
+def test_logits_processors_must_be_those_of_the_certificate(model: Any, made: Artifact) -> None:
+    served = TIDE(model, made, CONFIG, risk=0.02, on_drift=lambda monitor: None, check=False)
+    penalty = "RepetitionPenaltyLogitsProcessor(penalty=1.3)"
+    with pytest.warns(UncertifiedWarning) as caught:
+        served.generate(**prompts(2), **GREEDY, repetition_penalty=1.3)
+    (text,) = [str(w.message) for w in caught if w.category is UncertifiedWarning]
+    assert f"this call: {penalty}, and it is for no logits processors." in text
+    covered = {**COVERED, "logits_processors": [penalty]}
+    made.certificates = [replace(made.certificates[0], generation=covered)]
+    served = TIDE(model, made, CONFIG, risk=0.02, on_drift=lambda monitor: None, check=False)
+    for other in ({"repetition_penalty": 1.2}, {}):
+        with pytest.warns(UncertifiedWarning, match="and it is for RepetitionPenaltyLogits"):
+            served.generate(**prompts(2), **GREEDY, **other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncertifiedWarning)
+        served.generate(**prompts(2), **GREEDY, repetition_penalty=1.3)
+        # At full depth no token exits, so there is nothing to certify.
+        served.circuit_breaker.tripped = True  # type: ignore[union-attr]
+        served.generate(**prompts(2), **GREEDY)
+
+
+def test_processors_that_follow_lengths_are_the_same_for_every_prompt() -> None:
+    model = tiny_model("llama")
+    assert own_processors(model, NEW) == []
+    model.generation_config.update(repetition_penalty=1.3, min_new_tokens=4)
+    own, seen = own_processors(model, NEW), []
+    assert [text.partition("(")[0] for text in own] == [
+        "RepetitionPenaltyLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+    ]
+
+    def loop(model: Any, input_ids: Any, logits_processor: Any, **_: Any) -> Any:
+        seen.append(describe_processors(logits_processor))
+        return input_ids
+
+    model.generate(**prompts(2), **GREEDY, custom_generate=loop)
+    assert seen == [own]
 
 
 def test_a_certificate_for_sampling_covers_sampling(made: Artifact) -> None:

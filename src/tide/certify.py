@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tide.calibration.answers import answer, pad_left
 from tide.calibration.bounds import betting, learn_then_test
@@ -29,6 +30,7 @@ from tide.errors import ConfigError, DataError
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import TASK_LOSS, TOKEN_LOSS, Certificate
 from tide.models.fingerprint import dtype_name
+from tide.risk import describe_processors
 
 # The path, safest first: factors on the error probability that calibration accepts at an exit.
 THRESHOLD_SCALES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -129,6 +131,11 @@ def certify(
         held = {r: learn_then_test(settings(), r, delta) for r in risks}
     exits, dtype = made.exits, dtype_name(model)  # a digest of every tensor, so once
     counted = TOKEN_LOSS if loss is None else TASK_LOSS
+    generation = {
+        "do_sample": False,
+        "max_new_tokens": new_tokens,
+        "logits_processors": own_processors(model, new_tokens),
+    }
     data = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
     certificates = [
         Certificate(
@@ -147,7 +154,7 @@ def certify(
             dtype=dtype,
             kv_cache_strategy=config.kv_cache_strategy,
             batch=batch,
-            generation={"do_sample": False, "max_new_tokens": new_tokens},
+            generation=generation,
             data=data,
             tide=version,
         )
@@ -219,6 +226,20 @@ def measure_losses(
             losses += [float(loss(prompt, text)) for prompt, text in pairs]
     progress(len(workload.texts), len(workload.texts))
     return np.asarray(losses)
+
+
+def own_processors(model: Any, new_tokens: int) -> list[str]:
+    """The logits processors of the model's own generation config, which certification runs with."""
+    found: list[str] = []
+
+    def loop(model: Any, input_ids: Tensor, logits_processor: Any, **_: Any) -> Tensor:
+        found.extend(describe_processors(logits_processor))
+        return input_ids
+
+    ids = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    options = {"attention_mask": ids, "max_new_tokens": new_tokens, "do_sample": False}
+    model.generate(ids, **options, custom_generate=loop)
+    return found
 
 
 @torch.no_grad()

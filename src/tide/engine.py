@@ -170,14 +170,14 @@ class TIDE:
             return score_tokens(self._machinery, TokenBatch(input_ids, attention_mask), stats)
 
     def _decode(self, call: GenerateCall) -> Tensor:
-        if self.certificate is not None:
-            options = call.generation_config
-            new = int(options.max_length) - call.input_ids.shape[1]
-            warn_if_uncovered(self.certificate, sample=bool(options.do_sample), new_tokens=new)
         machinery, circuit_breaker, n = self._machinery, self.circuit_breaker, self.runner.n_layers
         if circuit_breaker is not None and circuit_breaker.tripped:
             machinery = machinery.at_full_depth()
         machinery = in_order(machinery, call.logits_processor)
+        if self.certificate is not None and machinery.config.mode == "exit":
+            options, given = call.generation_config, call.logits_processor
+            new = int(options.max_length) - call.input_ids.shape[1]
+            warn_if_uncovered(self.certificate, given, sample=options.do_sample, new_tokens=new)
         stats = self.last_stats = ExitStats.of_batch(n, len(call.input_ids))
         self.runner.counts.reset()
         exact = machinery.config.kv_cache_strategy == "deferred"

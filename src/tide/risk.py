@@ -134,12 +134,33 @@ def _misses(
     return [reason for missed, reason in reasons if missed]
 
 
-def warn_if_uncovered(certificate: Certificate, *, sample: bool, new_tokens: int) -> None:
-    """Warn if a call samples, or may generate more tokens, than the certificate covers."""
+# Settings of logits processors that follow the length of the prompt, or of the output.
+_LENGTHS = ("begin_index", "max_length", "min_length", "prompt_length_to_skip", "regulation_start")
+
+
+def describe_processors(processors: Iterable[Any]) -> list[str]:
+    """Logits processors by class and settings, to compare those of calls."""
+
+    def settings(processor: Any) -> str:
+        given = getattr(processor, "__dict__", {})
+        known = {k: v for k, v in given.items() if isinstance(v, (bool, int, float, str))}
+        return ", ".join(f"{k}={v}" for k, v in sorted(known.items()) if k not in _LENGTHS)
+
+    return [f"{type(processor).__name__}({settings(processor)})" for processor in processors]
+
+
+def warn_if_uncovered(
+    certificate: Certificate, processors: Iterable[Any] = (), *, sample: bool, new_tokens: int
+) -> None:
+    """Warn if a call picks tokens in another way, or may generate more, than was certified."""
     covered = certificate.generation
     uncovered = []
+    here, there = describe_processors(processors), covered.get("logits_processors", [])
     if sample and not covered.get("do_sample", False):
         uncovered.append("do_sample=True, and it is for greedy decoding")
+    elif here != there:
+        names = [", ".join(some) or "no logits processors" for some in (here, there)]
+        uncovered.append(f"{names[0]}, and it is for {names[1]}")
     longest = covered.get("max_new_tokens")
     if longest is not None and new_tokens > longest:
         uncovered.append(f"up to {new_tokens} new tokens, and it is for at most {longest}")
