@@ -24,6 +24,7 @@ from tide.risk import DriftMonitor
 RISK, DELTA = 0.02, 0.05
 CURVE = np.geomspace(0.001, 0.08, 24)  # true risk of each threshold, safest first
 CONCENTRATION = 12.0  # of the beta distribution
+GOOD = 3000  # sequences at half the bound before a drift
 
 Choose = Callable[[np.ndarray], int | None]
 
@@ -59,11 +60,19 @@ def violations(choose: Choose, runs: int = 500, n: int = 300) -> tuple[float, fl
     return float(exceeded / runs), float(np.mean(risks)) if risks else 0.0
 
 
-def alarms(true_risk: float, runs: int, n: int) -> list[int | None]:
-    """For each run, after how many sequences the drift monitor fires; None if it never does."""
+def alarms(true_risk: float, runs: int, n: int, good: int = 0) -> list[int | None]:
+    """For each run, after how many sequences the drift monitor fires; None if it never does.
+
+    Args:
+        true_risk: of the sequences that are counted.
+        n: how many of them there are.
+        good: sequences at half the bound that come first and are not counted.
+    """
     draw, found = np.random.default_rng(3), []
     for _ in track(range(runs), description="runs"):
         monitor = DriftMonitor(RISK, DELTA)
+        for loss in sequences(draw, np.array([RISK / 2]), good)[0].tolist() if good else ():
+            monitor.add(loss)
         losses = sequences(draw, np.array([true_risk]), n)[0].tolist()
         found.append(next((k for k, loss in enumerate(losses, 1) if monitor.add(loss)), None))
     return found
@@ -83,8 +92,11 @@ def main() -> None:
         rows[name] = {"violations": share, "mean_true_risk": round(mean, 5)}
     in_control = alarms(RISK, 1000, 5000)
     after = {
-        str(times): median(k or 5000 for k in alarms(times * RISK, 200, 5000))
-        for times in (1.5, 2, 4)
+        good: {
+            str(times): median(k or 5000 for k in alarms(times * RISK, 200, 5000, good))
+            for times in (1.5, 2, 4)
+        }
+        for good in (0, GOOD)
     }
     document = {
         "what": "simulated calibrations and drift monitors with a known risk",
@@ -97,7 +109,8 @@ def main() -> None:
             "runs": 1000, "sequences": 5000,
             "share": sum(k is not None for k in in_control) / 1000,
         },
-        "median_sequences_until_noticed": after,
+        "median_sequences_until_noticed": after[0],
+        "noticed_after_good_sequences": {"good": GOOD, **after[GOOD]},
     }  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(document, indent=2) + "\n")

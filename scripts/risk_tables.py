@@ -17,12 +17,13 @@ def simulation() -> str:
     ]
     head = ("threshold chosen by", "exceeds the risk", "mean true risk of the threshold")
     alarms, noticed = found["false_alarms"], found["median_sequences_until_noticed"]
+    late = dict(found["noticed_after_good_sequences"])
+    good = late.pop("good")
     note = (
         f"\n\nDrift monitor: false alarms in {percent(alarms['share'])} of {alarms['runs']} runs "
         f"of {alarms['sequences']} sequences at the certified bound. Median number of sequences "
-        "until it detects drift: "
-        + ", ".join(f"{n:g} at {factor} times the bound" for factor, n in noticed.items())
-        + "."
+        f"until it detects drift: {_noticed(noticed)}; if it begins after {good} sequences at half "
+        f"the bound: {_noticed(late)}."
     )
     return table(head, rows) + note + conditions(found["conditions"])
 
@@ -94,6 +95,11 @@ def lm_eval() -> str:
     head = ("task", "method", "metrics ± standard error", "same answers as HF generate",
             "exit rate", "layers saved", "disagreement (audited)")  # fmt: skip
     return table(head, rows) + conditions(found["conditions"])
+
+
+def _noticed(sequences: dict[str, float]) -> str:
+    """After how many sequences drift was detected, by how far the bound was exceeded."""
+    return ", ".join(f"{n:.0f} at {factor} times the bound" for factor, n in sequences.items())
 
 
 def _drift(served: dict[str, Any]) -> tuple[str, str, str]:

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from risk_simulation import DELTA, RISK, alarms, best_looking, certified, sequences, violations
+from risk_simulation import (
+    DELTA,
+    GOOD,
+    RISK,
+    alarms,
+    best_looking,
+    certified,
+    sequences,
+    violations,
+)
 
 from tide.calibration.bounds import (
     betting,
@@ -67,6 +76,18 @@ def test_the_drift_monitor_notices_when_the_risk_doubles() -> None:
     assert monitor.estimate == 1.0
     monitor.reset()
     assert not monitor.fired and monitor.wealth == 1.0 and monitor.estimate is None
+
+
+@pytest.mark.parametrize("good", [0.0, RISK / 2])
+def test_many_good_sequences_do_not_hide_a_drift(good: float) -> None:
+    found = []
+    for seed in range(20):
+        draw, monitor = np.random.default_rng(seed), DriftMonitor(RISK)
+        before = sequences(draw, np.array([good]), GOOD)[0] if good else np.zeros(GOOD)
+        assert not any(monitor.add(loss) for loss in before.tolist())
+        losses = sequences(draw, np.array([2 * RISK]), 2000)[0].tolist()
+        found.append(next((k for k, loss in enumerate(losses, 1) if monitor.add(loss)), 10_000))
+    assert median(found) < 600
 
 
 @pytest.mark.parametrize(("risk", "n"), [(0.01, 299), (0.02, 149), (0.05, 59)])

@@ -190,7 +190,7 @@ def test_the_circuit_breaker_trips_in_the_middle_of_a_batch(model: Any) -> None:
     ends = {"eos_token_id": int(wrong[first, start + at]), "pad_token_id": 0}
     config = TIDEConfig(exit_threshold=None, min_layers=0, audit_tail=True)
     engine = serve(model, artifact(WrongHead), policy=ALWAYS, config=config)
-    engine.circuit_breaker = CircuitBreaker(DriftMonitor(0.02, delta=0.95), "full_depth")
+    engine.circuit_breaker = CircuitBreaker(DriftMonitor(0.02, delta=0.98), "full_depth")
     with pytest.warns(DriftWarning):
         out = engine.generate(**{**kwargs, **ends})
     assert engine.circuit_breaker.monitor.sequences == 1
