@@ -3,8 +3,9 @@
     python examples/audit_in_production.py --artifact DIR --risk 0.05 --prompts prompts.txt
 
 The artifact needs a certificate for the risk (`tide certify`, or examples/certify_your_task.py).
-A later pass checks every exited token at no extra cost. A sequential test detects when more tokens
-differ than the certified bound; then exits are off, and the output is the full model's.
+Later passes check every exited token, with one more pass at the end of an answer. A sequential test
+detects when more tokens differ than the certified bound; then exits are off, and the output is the
+full model's.
 """
 
 import argparse

@@ -30,8 +30,8 @@ print(tokenizer.decode(output[0]))
 print(engine.last_stats.summary())
 
 if args.artifact:
-    # Early exit with the calibrated thresholds. A later pass checks every exited token at no extra
-    # cost: the last line of the summary counts those that differ from full depth.
+    # Early exit with the calibrated thresholds. Later passes check exited tokens, all but the last:
+    # the last line of the summary counts those that differ from full depth.
     engine = tide.TIDE(model, args.artifact, config=tide.TIDEConfig(exit_threshold=None))
     output = engine.generate(prompt, max_new_tokens=args.new_tokens, do_sample=False)
     print()

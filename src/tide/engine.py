@@ -59,7 +59,7 @@ class TIDE:
             "warn", "full_depth" (exits off until `circuit_breaker.reset()`), or a function of the
             drift monitor.
         audit_rate: for KV that is not exact ("propagate", "zero_pad"), the share of sequences that
-            are audited by a pass at full depth; with "deferred" all are, for free.
+            are audited by a pass at full depth; "deferred" audits in the passes that it runs.
         threshold_scale: moves the calibrated thresholds (see `Thresholds.scaled`); not with a risk.
         policy: which tokens exit where, by default the artifact's gates; not with a risk.
         allow_mismatch: use an artifact that was made for another model.
