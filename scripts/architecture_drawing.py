@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from drawings import ROOT, STYLE
 
-WIDTH, HEIGHT = 760, 470
+WIDTH, HEIGHT = 760, 560
 BOX, TALL = 176, 58
 
 
@@ -26,29 +26,30 @@ class Box(NamedTuple):
 BOXES = {
     "engine": Box(20, 20, "engine.py", "generate()"),
     "session": Box(290, 20, "decode/session.py", "one call"),
-    "output": Box(560, 20, "decode/output.py", "stream, return"),
+    "prefill": Box(560, 20, "decode/prefill.py", "prompts, first new token"),
     "drafter": Box(20, 130, "decode/drafter.py", "drafts, from sources.py"),
     "schedule": Box(290, 130, "decode/schedule.py", "the next pass"),
-    "segments": Box(560, 130, "models/segments.py", "layers [lo, hi)"),
-    "exit_stage": Box(560, 240, "decode/exit_stage.py", "gate and exit head"),
-    "modes": Box(290, 240, "decode/modes.py", "draft, or commit"),
-    "verify": Box(20, 240, "decode/verify.py", "target tokens, audit"),
+    "segments": Box(560, 130, "models/segments.py", "layers [lo, hi), then a gate"),
+    "exits": Box(290, 240, "decode/exit_stage.py", "modes.py: draft, or commit"),
+    "verify": Box(560, 240, "decode/verify.py", "commit, roll back, audit"),
+    "output": Box(290, 350, "decode/output.py", "stream, return"),
     "batch": Box(
-        20, 370, "decode/batch.py",
-        "BatchState: sequences, waterlines, pending states, KV cache (models/cache.py)",
+        20, 470, "decode/batch.py",
+        "BatchState: tokens, waterlines, pending states, KV cache (models/cache.py)",
     ),
 }  # fmt: skip
 ARROWS = (
     ("engine", "session", ""),
-    ("session", "output", ""),
-    ("session", "schedule", "loop.py: a step"),
+    ("session", "prefill", "once"),
+    ("session", "drafter", "loop.py: a step"),
     ("drafter", "schedule", ""),
     ("schedule", "segments", ""),
-    ("segments", "exit_stage", "at a checkpoint"),
-    ("exit_stage", "modes", ""),
-    ("modes", "schedule", "deeper"),
-    ("modes", "verify", "full depth"),
-    ("verify", "drafter", "next step"),
+    ("segments", "exits", "at a checkpoint"),
+    ("segments", "verify", "at full depth"),
+    ("exits", "schedule", "deeper"),
+    ("exits", "output", "no sequence goes deeper"),
+    ("verify", "output", ""),
+    ("output", "drafter", "next step"),
 )
 
 
@@ -87,8 +88,8 @@ def _box(name: str, box: Box) -> str:
 def main() -> None:
     parts = [_box(name, box) for name, box in BOXES.items()]
     parts += [_arrow(BOXES[a], BOXES[b], text) for a, b, text in ARROWS]
-    note = "all of these read it; only its own methods change it"
-    parts.append(f'<text class="small muted" x="20" y="358">{note}</text>')
+    note = "all of these read it; tokens, waterlines and pending states change by its methods only"
+    parts.append(f'<text class="small muted" x="20" y="458">{note}</text>')
     style = STYLE + ".arrow { stroke: #55636f; fill: none } .head { fill: #55636f }"
     head = (
         '<marker id="head" viewBox="0 0 8 8" refX="4" refY="4" markerWidth="8" markerHeight="8" '

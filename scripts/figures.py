@@ -72,7 +72,15 @@ def _attack(goal: str) -> dict[str, Any]:
     return next(r for r in read("attack")["results"] if r["goal"] == goal)
 
 
+def _compiled(method: str, dtype: str) -> str:
+    """Median speed-up over HF generate, compiled, at batch 1."""
+    rows = [r for r in read("compiled")["results"]["methods"]
+            if (r["dtype"], r["batch"]) == (dtype, 1)]  # fmt: skip
+    return times(_method(rows, method)["speedup_p20_p50_p80"][1])
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "compiled_fp32": lambda: _compiled("lossless, compiled", "float32"),
     "exits_alone": lambda: times(_exits(drafts=False)["speedup"]),
     "exits_saved": lambda: _saved(_exits(drafts=False)),
     "exits_differ": lambda: percent(_exits(drafts=False)["disagreement"]),

@@ -75,6 +75,44 @@ def bench(*, short: bool = False) -> str:
     return table(head, rows) + conditions(found["conditions"])
 
 
+def compiled() -> str:
+    found = read("compiled")
+    rows = [
+        (m["dtype"], m["batch"], m["method"], m["tokens_per_second"],
+         " / ".join(f"{q:.2f}" for q in m["speedup_p20_p50_p80"]), m["same_batches"],
+         m["first_call_seconds"])
+        for m in found["results"]["methods"]
+    ]  # fmt: skip
+    head = ("dtype", "batch", "method", "tokens/s",
+            "speed-up over HF compiled p20 / p50 / p80", "same text as HF eager",
+            "first call, s")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
+def compiled_exits() -> str:
+    found = read("compiled")
+    rows = [
+        (m["dtype"], percent(m["exits"], 0), m["ms_per_token"], m["limit_ms_per_token"],
+         " / ".join(f"{q:.2f}" for q in m["share_of_limit_p20_p50_p80"]))
+        for m in found["results"]["exits"]
+    ]  # fmt: skip
+    head = ("dtype", "tokens that exit at half depth", "ms/token", "limit, ms/token",
+            "share of the limit p20 / p50 / p80")  # fmt: skip
+    return table(head, rows)
+
+
+def commits() -> str:
+    found = read("commits_speed")
+    rows = [
+        (m["dtype"], m["batch"], m["mode"], m["old_tokens_per_second"], m["new_tokens_per_second"],
+         " / ".join(f"{q:.2f}" for q in m["speedup_p20_p50_p80"]))
+        for m in found["results"]
+    ]  # fmt: skip
+    head = ("dtype", "batch", "mode", "before, tokens/s", "after, tokens/s",
+            "ratio p20 / p50 / p80")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
 def vllm(name: str) -> str:
     found = read(name)
     rows = []

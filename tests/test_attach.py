@@ -21,6 +21,7 @@ from tide.errors import (
 )
 from tide.models import segments, shims
 from tide.models.attach import RUNNERS
+from tide.models.chunk import Places
 from tide.models.families import EAGER_ONLY
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
@@ -134,7 +135,7 @@ def test_without_the_check_nothing_is_proven(runner: str, monkeypatch: Any) -> N
 
 
 def test_an_unknown_runner_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"runner is 'layers'; .* one of segments, shims"):
+    with pytest.raises(ConfigError, match=r"runner is 'layers'; .*one of segments, compiled"):
         tide.attach(tiny_model("llama"), runner="layers")
 
 
@@ -300,7 +301,10 @@ def test_a_wrong_mask_fails_the_self_check(
     runner: str, family: str, dtype: Any, monkeypatch: Any
 ) -> None:
     def forgets_padding(chunk: Any, *args: Any) -> Any:
-        return attention_mask(replace(chunk, starts=torch.zeros_like(chunk.starts)), *args)
+        packed = chunk.places.packed.clone()
+        packed[..., 1] += packed[..., 2]  # positions count from slot 0
+        packed[..., 2] = 0
+        return attention_mask(replace(chunk, places=Places(packed)), *args)
 
     model = tiny_model(family, dtype=dtype)
     for module in (segments, shims):

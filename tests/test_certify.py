@@ -87,7 +87,7 @@ def test_a_risk_needs_a_certificate_that_covers_it(model: Any, made: Artifact) -
     engine = serve(model, made, risk=0.02)
     assert engine.certificate == made.certificates[1]
     assert serve(model, made, risk=0.015).threshold_scale == 0.5
-    thresholds = engine._machinery.exits.policy.thresholds  # type: ignore[attr-defined]
+    thresholds = [gate.thresholds for gate in engine._machinery.exits.gates]
     assert [t.top_probability for t in thresholds] == [pytest.approx(0.2)] * 2
     for given in ({"threshold_scale": 1.0}, {"policy": ALWAYS}):
         with pytest.raises(ConfigError, match=rf"that were certified; got {next(iter(given))}="):

@@ -62,8 +62,8 @@ def test_bench(folder: Path, capsys: Any) -> None:
     assert json.loads((folder / "bench.json").read_text()) == found
     methods = {result["method"]: result for result in found["results"]}
     assert list(methods) == [
-        "HF generate", "prompt lookup", "off", "lossless", "exit without drafts",
-        "exit, threshold scale 1",
+        "HF generate", "HF generate, compiled", "prompt lookup", "off", "lossless",
+        "exit without drafts", "exit, threshold scale 1",
     ]  # fmt: skip
     assert methods["off"]["ideal_speedup"] == 1.0 and methods["lossless"]["disagreement"] == 0
     html = folder / "report.html"

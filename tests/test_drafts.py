@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from tide.calibration.table import build_table
 from tide.decode.sources import ContextNGrams, CrossRequestNGrams, Draft, TableDrafts
 from tide.exits.confidence import ConfidenceModel, gather_features
+from tide.exits.gate import ExitGate, note
+from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramIndex, NGramPrediction, NGramPredictor
-from tide.exits.policy import Candidates, GatePolicy, TokenPosition
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
@@ -108,64 +110,75 @@ def test_the_table_agrees_with_counting(answers: list[list[int]]) -> None:
 
 def test_the_two_stage_gate_reads_the_head_only_for_tokens_that_pass_the_router() -> None:
     torch.manual_seed(0)
-    router = TokenRouter(8, 4)
-    hidden = torch.randn(20, 8)
-    scores = router(hidden).tolist()
-    threshold = sorted(scores)[10]
-    read: list[int] = []
-    logits = torch.randn(20, 5) * 3
-
-    def head(indices: Sequence[int]) -> torch.Tensor:
-        read.extend(indices)
-        return logits[list(indices)]
-
-    policy = GatePolicy([router], [Thresholds(router=threshold, top_probability=0.8)])
-    candidates = Candidates(hidden, _positions(20), head, lambda indices: [])
-    decision = policy.decide(0, candidates)
-    passed = [i for i in range(20) if scores[i] >= threshold]
-    assert read == passed
+    router, readout = TokenRouter(8, 4), CountingReadout(8, 5)
+    states, notes = torch.randn(20, 8), torch.tensor([note(NGramPrediction())] * 20)
+    notes[3] = 0  # may not exit
+    scores = router(states)
+    threshold = float(scores.sort().values[10])
+    wanted = Thresholds(router=threshold, top_probability=0.4)
+    gate = ExitGate(ExitHead("identity", 8), readout, wanted, router)
+    decision = gate.decide(states, notes)
+    passed = [i for i in range(20) if scores[i] >= threshold and i != 3]
+    assert readout.read == passed
+    logits = readout(states)
     top = logits.softmax(-1).amax(-1)
-    assert decision.exits == [i for i in passed if top[i] >= 0.8]
-    assert decision.logits is not None
-    assert torch.equal(decision.logits, logits[decision.exits])
-    assert torch.equal(decision.tokens, logits[decision.exits].argmax(-1))
-    assert decision.scores == scores
+    exits = [i for i in passed if top[i] >= 0.4]
+    assert 0 < len(exits) < len(passed)
+    assert decision.exits.nonzero().squeeze(1).tolist() == exits
+    assert torch.equal(decision.tokens[exits], logits[exits].argmax(-1))
+    assert torch.equal(decision.scores, scores)
+    packed = gate(states.view(4, 5, 8), notes.view(4, 5, -1))
+    assert packed.shape == (4, 5, 3)
+    assert packed.view(20, 3)[:, 0].nonzero().squeeze(1).tolist() == exits
 
 
 def test_a_confidence_model_decides_on_the_features_of_all_scorers() -> None:
     torch.manual_seed(0)
     router, model = TokenRouter(8, 4), ConfidenceModel(("head", "router", "table"))
     torch.nn.init.normal_(model.up.weight, std=3.0)
-    hidden, logits = torch.randn(20, 8), torch.randn(20, 5) * 3
     vocabulary = torch.tensor([3, 5, 7, 8, 9])
-    tokens = vocabulary[logits.argmax(-1)].tolist()
+    readout, states = CountingReadout(8, 12, vocabulary), torch.randn(20, 8)
+    tokens, tops = readout.top(states, torch.ones(20, dtype=torch.bool))
+    assert torch.equal(tokens, vocabulary[readout(states).argmax(-1)])
     predictions = [
-        NGramPrediction(table=token if i % 2 else 0, chance=0.5) for i, token in enumerate(tokens)
+        NGramPrediction(table=int(token) if i % 2 else 0, chance=0.4)
+        for i, token in enumerate(tokens)
     ]
-    features = gather_features(model.features, logits, tokens, router.logit(hidden), predictions)
+    notes = torch.tensor([note(predicted) for predicted in predictions])
+    features = gather_features(model.features, tops, tokens, router.logit(states), notes[:, 1:])
     assert features.shape == (20, 5)
-    assert features[:, 3].tolist() == [0.5 if i % 2 else 0.0 for i in range(20)]  # agrees
-    assert features[:, 4].tolist() == [0.0 if i % 2 else 0.5 for i in range(20)]  # does not
+    agrees = [0.4 if i % 2 else 0.0 for i in range(20)]
+    assert features[:, 3].tolist() == pytest.approx(agrees)
+    assert features[:, 4].tolist() == pytest.approx([0.4 - chance for chance in agrees])
     chances = model(features).detach()
     threshold = float(chances.median())
-    thresholds = [Thresholds(confidence=threshold)]
-    policy = GatePolicy([router], thresholds, [model], lambda index: vocabulary[index])
-    candidates = Candidates(
-        hidden,
-        _positions(20),
-        lambda indices: logits[list(indices)],
-        lambda indices: [predictions[i] for i in indices],
-    )
-    decision = policy.decide(0, candidates)
-    assert 5 < len(decision.exits) < 15
-    assert decision.exits == [i for i in range(20) if chances[i] >= threshold]
-    assert decision.scores == pytest.approx(chances.tolist())
+    head, wanted = ExitHead("identity", 8), Thresholds(confidence=threshold)
+    decision = ExitGate(head, readout, wanted, router, model).decide(states, notes)
+    exits = decision.exits.nonzero().squeeze(1).tolist()
+    assert 5 < len(exits) < 15
+    assert exits == [i for i in range(20) if chances[i] >= threshold]
+    assert decision.scores.tolist() == pytest.approx(chances.tolist())
     with pytest.raises(ValueError, match="confidence threshold but no confidence model"):
-        GatePolicy([router], [Thresholds(confidence=0.5)])
+        ExitGate(head, readout, wanted, router)
 
 
-def _positions(count: int) -> list[TokenPosition]:
-    return [TokenPosition(0, i) for i in range(count)]
+class CountingReadout(Readout):
+    """A readout over random weights that notes whose logits were computed."""
+
+    def __init__(
+        self, hidden: int, vocabulary_size: int, vocabulary: torch.Tensor | None = None
+    ) -> None:
+        config = SimpleNamespace(vocab_size=vocabulary_size)
+        super().__init__(
+            torch.nn.Identity(), torch.nn.Linear(hidden, vocabulary_size), config, vocabulary
+        )
+        self.read: list[int] = []
+
+    def top(self, hidden: torch.Tensor, wanted: torch.Tensor, **options: Any) -> Any:
+        self.read = wanted.nonzero().squeeze(1).tolist()
+        tokens, tops = super().top(hidden, wanted, **options)
+        assert not tops[~wanted].any()
+        return tokens, tops
 
 
 @given(

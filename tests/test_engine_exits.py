@@ -13,8 +13,9 @@ from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ArtifactError, ConfigError
+from tide.exits.gate import ExitGate
 from tide.exits.heads import ExitHead, Readout
-from tide.exits.policy import GatePolicy, ScriptedPolicy
+from tide.exits.policy import ScriptedPolicy
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
 from tide.models.tokens import TokenBatch
@@ -122,7 +123,7 @@ def test_thresholds_come_from_the_settings_or_from_calibration() -> None:
     with pytest.raises(ConfigError, match="needs an exit"):
         TIDE(model, exits, TIDEConfig(), allow_mismatch=True, check=False)
     with pytest.raises(ValueError, match="no router"):
-        GatePolicy([None], [Thresholds(router=0.5)])
+        ExitGate(ExitHead("identity", 32), None, Thresholds(router=0.5))
     exits.hidden_size = 64
     with pytest.raises(ArtifactError, match="hidden size 64; the model has 32"):
         TIDE(model, exits, allow_mismatch=True, check=False)
@@ -150,13 +151,13 @@ def test_gates_that_no_token_can_pass_are_not_evaluated(mode: str) -> None:
         config = TIDEConfig(exit_threshold=None, min_layers=0, mode=mode, drafts=("exit",))
         tide = TIDE(model, made, config, allow_mismatch=True, check=False)
         tide.drafter.fixed = True
-        run = tide.runner.run
+        run = tide.runner.run_then
 
-        def record(tokens: TokenBatch, lo: int, hi: int, **kwargs: Any) -> torch.Tensor:
-            ranges.append((lo, hi))
-            return run(tokens, lo, hi, **kwargs)
+        def record(then: Any, tokens: TokenBatch, layers: Any, **kwargs: Any) -> Any:
+            ranges.append(layers)
+            return run(then, tokens, layers, **kwargs)
 
-        tide.runner.run = record  # type: ignore[method-assign]
+        tide.runner.run_then = record  # type: ignore[method-assign]
         ranges.clear()
         CountedHead.read = 0
         tide.generate(**prompts(2), **GREEDY, eos_token_id=None)

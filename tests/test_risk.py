@@ -152,7 +152,8 @@ def test_an_audit_reads_few_positions_at_once() -> None:
     read: list[int] = []
     model.lm_head.register_forward_pre_hook(lambda _, states: read.append(states[0].numel() // 32))
     output = tide.generate(**prompts(1), **options)
-    assert max(read) == 256 and sum(read) >= 300 + 299
+    # Exit heads read the weights themselves.
+    assert max(read) == 256 and sum(read) >= 299
     # The audit is the same as in one piece.
     with torch.no_grad():
         targets = model(output).logits[0, 8:-1].argmax(-1)

@@ -272,6 +272,21 @@ def test_other_criteria_see_the_whole_batch() -> None:
     assert len(given.shapes) <= tide.last_stats.total_tokens
 
 
+def test_a_call_leaves_the_random_state_where_generate_leaves_it() -> None:
+    """Drafts behind the end of a text are drawn for too, and must not change the next call."""
+    model = tiny_model("llama")
+    kwargs = {**prompts(2), **GREEDY, "do_sample": True, "eos_token_id": list(range(80, 97))}
+    wanted = []
+    torch.manual_seed(3)
+    for _ in range(4):
+        wanted.append(model.generate(**kwargs))
+    assert any(out.shape[1] < 9 + NEW for out in wanted)  # by end of text
+    torch.manual_seed(3)
+    tide = engine(model, "lossless", "always", fixed_drafts=True)
+    for out in wanted:
+        assert torch.equal(tide.generate(**kwargs), out)
+
+
 class HostReads(TorchDispatchMode):
     """Counts what the host reads from tensors, and what is copied to another device or dtype.
 

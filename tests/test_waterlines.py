@@ -85,8 +85,6 @@ class CountingRunner:
     Keys are the ids of tokens, values the layer that has written them.
     """
 
-    input_device = torch.device("cpu")
-
     def run(
         self, tokens: TokenBatch, lo: int, hi: int, *, cache: WaterlineCache, hidden: Any = None
     ) -> Tensor:
@@ -102,6 +100,9 @@ class CountingRunner:
             cache.layers[layer].update(keys, torch.full_like(keys, float(layer)))
         cache.close(done=True)
         return hidden + torch.tensor([0.0, float(hi - lo)])
+
+    def run_then(self, then: Any, tokens: TokenBatch, layers: Any, **options: Any) -> Any:
+        return self.run(tokens, *layers, **options), None
 
 
 class BatchMachine(RuleBasedStateMachine):
@@ -123,7 +124,7 @@ class BatchMachine(RuleBasedStateMachine):
         cache = WaterlineCache(5, len(lengths), ROOM)
         self.batch = BatchState(sequences, SEGMENTS, cache, max_pending=6)
         prompts = [range(n) for n in lengths]
-        packed = pack_tokens(sequences, prompts, self.runner.input_device, left=True)
+        packed = pack_tokens(sequences, prompts, left=True)
         self.runner.run(packed, 0, 5, cache=cache)
         self.batch.advance(0, self.batch.last, prompts)
 
@@ -202,7 +203,7 @@ class BatchMachine(RuleBasedStateMachine):
 
     def run_from(self, segment: int, stops: bool) -> None:
         work = next_pass(self.batch, segment, stops=stops)
-        states = run_pass(self.runner, self.batch, work)
+        states, _ = run_pass(self.runner, self.batch, work)
         for i, span in enumerate(work.spans):
             tokens = self.tokens[self.batch.sequences[i].index]
             expected = [tokens[position] for position in span]

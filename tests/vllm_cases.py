@@ -104,7 +104,7 @@ def both_attentions(given: dict[str, Any]) -> Any:
     for name, share, attention in (
         ("no exits", 0.0, "subset"), ("subset", 0.5, "subset"), ("all", 0.5, "all"),
     ):  # fmt: skip
-        tide.gates.policy = ScriptedPolicy.share(share)
+        tide.gates.script = ScriptedPolicy.share(share)
         tide.settings = replace(tide.settings, attention=attention)
         found[name] = in_waves(llm, given["prompts"], given["new"], wave=2)
     found["exits"] = tide.exits

@@ -23,13 +23,13 @@ from torch import Tensor
 from tide.calibration.answers import answer, pad_left
 from tide.calibration.bounds import betting, learn_then_test
 from tide.calibration.data import encode_prompts, load_texts, text_key
-from tide.calibration.progress import bars
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ConfigError, DataError
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import TASK_LOSS, TOKEN_LOSS, Certificate
 from tide.models.fingerprint import dtype_name
+from tide.progress import bars
 from tide.risk import describe_processors
 
 # The path, safest first: factors on the error probability that calibration accepts at an exit.

@@ -22,7 +22,7 @@ from tide.decode.sequence import SequenceState
 from tide.decode.session import DecodeSession, GenerateCall, in_order
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import Certificate
-from tide.exits.policy import Policy
+from tide.exits.policy import ScriptedPolicy
 from tide.generation import bind_stop_strings, refuse_length, refuse_modes, refuse_options
 from tide.models.attach import attach
 from tide.models.fingerprint import dtype_name, fingerprint
@@ -61,13 +61,15 @@ class TIDE:
         audit_rate: for KV that is not exact ("propagate", "zero_pad"), the share of sequences that
             are audited by a pass at full depth; "deferred" audits in the passes that it runs.
         threshold_scale: moves the calibrated thresholds (see `Thresholds.scaled`); not with a risk.
-        policy: which tokens exit where, by default the artifact's gates; not with a risk.
+        policy: which tokens exit where, in place of the artifact's gates; not with a risk.
         allow_mismatch: use an artifact that was made for another model.
         check: prove on attach that range-running equals the model; see `tide.attach`.
+        compile: compile the segments at the first batch, which takes a minute or more.
 
     Attributes:
-        runner: how layers are run; `runner.name` is "segments" or "shims".
-        last_stats: what the last call did; may be read while it runs.
+        runner: how layers are run; see `runner.name`.
+        costs: by sequences and new tokens of each, seconds that each segment takes here.
+        last_stats: what the last call did, or the running one has done so far.
         circuit_breaker: monitors the risk; None if none was given.
         certificate: what the risk rests on; None if none was given.
         drafter: what is known of drafts; remembers between calls.
@@ -84,13 +86,14 @@ class TIDE:
         on_drift: str | Callable[[DriftMonitor], Any] = "warn",
         audit_rate: float = 0.05,
         threshold_scale: float | None = None,
-        policy: Policy | None = None,
+        policy: ScriptedPolicy | None = None,
         allow_mismatch: bool = False,
         check: bool = True,
+        compile: bool = False,
     ) -> None:
         self.model, self.audit_rate, self._audits = model, audit_rate, random.Random(0)
         self.config = config or TIDEConfig(mode="lossless")
-        self.runner = attach(model, check=check)
+        self.runner = attach(model, check=check, compile=compile)
         self.artifact = load_artifact(router_path, self.runner, allow_mismatch=allow_mismatch)
         self.certificate: Certificate | None = None
         self.circuit_breaker: CircuitBreaker | None = None
@@ -109,6 +112,7 @@ class TIDE:
         exits = make_exits(self.runner, self.artifact, self.config, self.threshold_scale, policy)
         self.drafter = Drafter(self.config.max_draft)
         self._machinery = Machinery(self.runner, exits, self.config, self.drafter)
+        self.costs = self._machinery.costs
         self.last_stats = ExitStats(self.runner.n_layers)
 
     def generate(
@@ -135,18 +139,14 @@ class TIDE:
         return self.model.generate(inputs, custom_generate=loop, **kwargs)
 
     def decode(self, model: Any, input_ids: Tensor, streamer: Any = None, **prepared: Any) -> Any:
-        """The loop that `model.generate(custom_generate=...)` calls with everything prepared."""
+        """The loop that `model.generate(custom_generate=...)` calls."""
         options: GenerationConfig = prepared["generation_config"]
         refuse_modes(model, options, prepared)
         refuse_length(options, self.runner.position_limit)
         call = GenerateCall(
-            input_ids,
-            prepared.get("attention_mask"),
-            prepared["logits_processor"],
-            prepared["stopping_criteria"],
-            options,
-            streamer,
-        )
+            input_ids, prepared.get("attention_mask"), prepared["logits_processor"],
+            prepared["stopping_criteria"], options, streamer,
+        )  # fmt: skip
         with self.runner.lock:
             sequences = self._decode(call)
         if options.return_dict_in_generate:
@@ -174,6 +174,7 @@ class TIDE:
         if circuit_breaker is not None and circuit_breaker.tripped:
             machinery = machinery.at_full_depth()
         machinery = in_order(machinery, call.logits_processor)
+        self._machinery.prepare(len(call.input_ids))
         if self.certificate is not None and machinery.config.mode == "exit":
             options, given = call.generation_config, call.logits_processor
             new = int(options.max_length) - call.input_ids.shape[1]

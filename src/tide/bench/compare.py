@@ -10,14 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from tide.calibration.progress import bars
 from tide.engine import TIDE
+from tide.progress import bars
 from tide.stats import ExitStats
 
 # From an encoded prompt to the generated ids, prompt included.
 Method = Callable[[Mapping[str, Tensor]], Tensor]
 
 BASELINE = "HF generate"
+COMPILED = "HF generate, compiled"
 
 
 class EngineMethods:
@@ -83,19 +84,22 @@ def compare(
     after: Callable[[dict[str, Tensor]], None] = lambda out: None,
     *,
     categories: Sequence[str] = (),
+    baselines: Sequence[str] = (),
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
     """Time every prompt with every method in turn; which method goes first rotates.
 
     Args:
-        methods: by name; the first is the baseline.
+        methods: by name.
         prompts: encoded, one sequence each.
         after: called with the outputs of all methods for a prompt.
         categories: of the prompts, to report each separately.
+        baselines: names of the methods without us, the eager one first; the speed-up is over the
+            fastest of them. None for the first method.
         quiet: show no progress.
 
     Returns:
-        For each method, milliseconds per token and the speed-up over the baseline.
+        For each method, milliseconds per token, the baseline, and the speed-up over it.
     """
     order = list(methods)
     seconds: dict[str, list[float]] = {name: [] for name in methods}
@@ -115,13 +119,14 @@ def compare(
             if turn >= 0:
                 after(out)
             tick(turn + 1, len(prompts))
-    return _results(seconds, tokens, categories)
+    return _results(seconds, tokens, categories, list(baselines) or order[:1])
 
 
 def _results(
     seconds: Mapping[str, Sequence[float]],
     tokens: Mapping[str, Sequence[int]],
     categories: Sequence[str],
+    baselines: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Speeds of all methods, given what each took for every prompt."""
     # Outputs may differ in length, so speed is per token.
@@ -129,14 +134,16 @@ def _results(
         name: [t / s for t, s in zip(tokens[name], seconds[name], strict=True)] for name in seconds
     }
     per_token = {name: sum(seconds[name]) / sum(tokens[name]) for name in seconds}
-    baseline = next(iter(seconds))
+    baseline, eager = min(baselines, key=per_token.__getitem__), baselines[0]
     results = []
     for name in seconds:
         ratios = [own / base for own, base in zip(rates[name], rates[baseline], strict=True)]
         result: dict[str, Any] = {
             "method": name,
             "ms_per_token": round(1e3 * per_token[name], 2),
+            "baseline": baseline,
             "speedup": round(per_token[baseline] / per_token[name], 3),
+            "speedup_over_eager": round(per_token[eager] / per_token[name], 3),
             "per_prompt_speedup": _spread(ratios),
             "tokens": sum(tokens[name]),
         }

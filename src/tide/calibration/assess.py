@@ -17,7 +17,6 @@ from torch import Tensor
 from tide.calibration.answers import answer
 from tide.calibration.costs import Costs, measure_costs
 from tide.calibration.data import encode_prompts, load_texts
-from tide.calibration.progress import bars
 from tide.errors import DataError, MissingPackageError
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.routers import TokenRouter
@@ -25,6 +24,7 @@ from tide.models.attach import attach
 from tide.models.cache import WaterlineCache
 from tide.models.runner import DepthRunner
 from tide.models.tokens import TokenBatch
+from tide.progress import bars
 
 _BATCH = 16  # prompts answered at once
 

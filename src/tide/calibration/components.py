@@ -18,13 +18,13 @@ from tide.calibration.fit import (
     fit_router,
     router_labels,
 )
-from tide.calibration.progress import Stages, Tick
 from tide.calibration.scores import Scores, in_part, observe, tuning_documents
 from tide.calibration.table import build_table
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
 from tide.models.runner import DepthRunner
+from tide.progress import Stages, Tick
 
 
 @dataclass(frozen=True, kw_only=True)

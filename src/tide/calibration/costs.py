@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,15 +11,16 @@ from typing import Any
 import torch
 
 from tide.config import TIDEConfig
-from tide.exits.confidence import ConfidenceModel, gather_features
+from tide.exits.confidence import ConfidenceModel
 from tide.exits.files import write_whole
+from tide.exits.gate import ExitGate, note
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
+from tide.exits.thresholds import Thresholds
+from tide.models.costs import medians
 from tide.models.runner import DepthRunner
 from tide.models.tokens import TokenBatch
-
-_WARM_UP, _REPEATS = 2, 10
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ def measure_costs(
     ids = ids.to(runner.input_device)
     prompt, token = TokenBatch(ids[:, :context]), TokenBatch(ids[:, context:])
     head, router = head.to(exit_readout.device, exit_readout.dtype), router.to(exit_readout.device)
-    confidence_model, predictions = ConfidenceModel().to(exit_readout.device), [NGramPrediction()]
+    gate = ExitGate(head, exit_readout, Thresholds(confidence=0.5), None, ConfidenceModel())
+    gate, notes = gate.to(exit_readout.device), torch.tensor([note(NGramPrediction())])
     cache = runner.new_cache(1)
     runner.run(prompt, 0, n, cache=cache)
     state = runner.run(token, 0, n, cache=cache)[0]  # [1, hidden]
@@ -105,19 +105,12 @@ def measure_costs(
 
         return run
 
-    def exit_head() -> None:
-        logits = exit_readout(head.transform(state.to(exit_readout.device)))
-        predicted = exit_readout.tokens(logits.argmax(-1)).tolist()
-        confidence_model(
-            gather_features(confidence_model.features, logits, predicted, None, predictions)
-        ).item()
-
-    median = _medians(
+    median = medians(
         {
             "all": layers(n),
             "half": layers(half),
             "head": lambda: runner.logits(state).argmax(-1).item(),
-            "exit_head": exit_head,
+            "exit_head": lambda: gate(state.to(exit_readout.device), notes).tolist(),
             "router": lambda: router(state.to(router.up.weight)).item(),
         }
     )
@@ -131,23 +124,3 @@ def measure_costs(
         exit_head=median["exit_head"],
         router=median["router"],
     )
-
-
-def _medians(parts: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds of each part, timed in turn so that all see the same load."""
-    seconds: dict[str, list[float]] = {name: [] for name in parts}
-    for repeat in range(_WARM_UP + _REPEATS):
-        for name, run in parts.items():
-            _synchronize()
-            began = time.perf_counter()
-            run()
-            _synchronize()
-            if repeat >= _WARM_UP:
-                seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _synchronize() -> None:
-    """Wait for an accelerator to finish its queue, so that work is timed where it belongs."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()

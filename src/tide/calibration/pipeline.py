@@ -18,7 +18,6 @@ from tide.calibration.confidence import fit_confidence_model
 from tide.calibration.costs import load_or_measure
 from tide.calibration.data import load_texts, split_documents
 from tide.calibration.fit import HeadFit, RouterFit
-from tide.calibration.progress import Stages, bars
 from tide.calibration.report import (
     RISKS,
     SCORERS,
@@ -34,6 +33,7 @@ from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.heads import ExitHead
 from tide.models.attach import attach
 from tide.models.fingerprint import dtype_name, fingerprint, model_name
+from tide.progress import Stages, bars
 
 LABELS = ("agreement", "cosine")
 

@@ -16,10 +16,12 @@ from tide.calibration.collect import Collection, Unit
 from tide.calibration.fit import read_out
 from tide.errors import DataError
 from tide.exits.confidence import FEATURES, gather_features
+from tide.exits.gate import note
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction, NGramPredictor
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
+from tide.kernels.reference import top_of
 
 # The use of each document of the tuning split, in turn: to stop routers and fit confidence models,
 # to choose exits, to report on them. In turn, since the first units are greedy, later ones sampled.
@@ -102,21 +104,22 @@ def observe(
     """
     pieces: list[list[dict[str, Tensor]]] = [[] for _ in heads]
     for unit in collection.units("tuning"):
-        predictions = list(_predictions(unit, table))
+        predictions = torch.tensor([note(p)[1:] for p in _predictions(unit, table)])
         for i, (head, router) in enumerate(zip(heads, routers, strict=True)):
             done = 0
             for logits in read_out(readout, head, unit.states[i]):
                 here = slice(done, done + len(logits))
                 done += len(logits)
-                predicted = readout.tokens(logits.argmax(-1)).cpu()
-                router_logits = router.logit(unit.states[i, here].float())
+                index, tops = top_of(logits, scores=True)
+                predicted = readout.tokens(index)
+                router_logits = router.logit(unit.states[i, here].float()).to(logits.device)
                 piece = {
                     "router": router_logits.sigmoid(),
-                    "top_probability": logits.softmax(-1).amax(-1),
-                    "correct": predicted == unit.top_tokens[here, 0],
+                    "top_probability": tops[:, 0].exp(),
+                    "correct": predicted.cpu() == unit.top_tokens[here, 0],
                     "features": gather_features(
-                        tuple(FEATURES), logits, predicted.tolist(), router_logits,
-                        predictions[here],
+                        tuple(FEATURES), tops, predicted, router_logits,
+                        predictions[here].to(logits.device),
                     ),
                 }  # fmt: skip
                 pieces[i].append({name: values.cpu() for name, values in piece.items()})

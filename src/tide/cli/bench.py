@@ -26,6 +26,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
     parser.add_argument(
+        "--compile", action="store_true", help="run ours with compiled segments as well"
+    )
+    parser.add_argument(
         "--attack",
         action="store_true",
         help="search for prompts that cause wrong exits or prevent exits",
@@ -69,26 +72,24 @@ def _modes(
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from tide.bench.compare import BASELINE, EngineMethods, Method, compare
+    from tide.bench.baselines import compiled_generate
+    from tide.bench.compare import BASELINE, COMPILED, EngineMethods, Method, compare
     from tide.calibration.answers import pad_left
     from tide.calibration.data import encode_prompts
-    from tide.config import TIDEConfig
-    from tide.engine import TIDE
 
     greedy = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
-    engines = {
-        "off": TIDE(model, made, TIDEConfig(mode="off")),
-        "lossless": TIDE(model, made, check=False),
-        "exit without drafts": TIDE(model, made, exits.with_(drafts=()), check=False),
-    }
-    for scale in args.threshold_scale:
-        engine = TIDE(model, made, exits, threshold_scale=scale, check=False)
-        engines[f"exit, threshold scale {scale:g}"] = engine
-    for risk in args.risk:
-        engines[f"exit, risk {risk:g}"] = TIDE(model, made, risk=risk, check=False)
+    categories = [category for category, _ in prompts]
+    encoded = []
+    for ids in encode_prompts(tokenizer, [text for _, text in prompts], 512):
+        tensors = pad_left(tokenizer, [ids], model.device)
+        encoded.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
+    engines = _engines(args, made, model)
+    if args.compile:
+        compiled = _engines(args, made, model, compile=True)
+        engines |= {f"{name}, compiled": engine for name, engine in compiled.items()}
     theirs: dict[str, Method] = {
         BASELINE: lambda prompt: model.generate(**prompt, **greedy),
+        COMPILED: compiled_generate(model, greedy),
         "prompt lookup": lambda prompt: model.generate(
             **prompt, **greedy, prompt_lookup_num_tokens=10
         ),
@@ -99,15 +100,14 @@ def _modes(
             **prompt, **greedy, assistant_model=draft
         )
     ours = EngineMethods(engines, greedy)
-    categories = [category for category, _ in prompts]
-    encoded = []
-    for ids in encode_prompts(tokenizer, [text for _, text in prompts], 512):
-        tensors = pad_left(tokenizer, [ids], model.device)
-        encoded.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
-    results = compare({**theirs, **ours.methods}, encoded, ours.add, categories=categories)
+    results = compare(
+        {**theirs, **ours.methods}, encoded, ours.add, categories=categories, baselines=list(theirs)
+    )
+    print(f"{'':>36}  x {results[0]['baseline']}, x eager, ms per token")
     for found in results:
         name = found["method"]
-        print(f"{name:>26}: {found['speedup']:.2f}x, {found['ms_per_token']:.1f} ms per token")
+        print(f"{name:>36}: {found['speedup']:.2f}, {found['speedup_over_eager']:.2f}, "
+              f"{found['ms_per_token']:.1f}")  # fmt: skip
         if name in engines:
             engine = engines[name]
             found |= ours.counted(name, categories)
@@ -117,14 +117,33 @@ def _modes(
     return results
 
 
+def _engines(args: argparse.Namespace, made: Any, model: Any, **options: Any) -> dict[str, Any]:
+    """Every mode that is to be measured, by name."""
+    from tide.config import TIDEConfig
+    from tide.engine import TIDE
+
+    exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
+    engines = {
+        "off": TIDE(model, made, TIDEConfig(mode="off"), **options),
+        "lossless": TIDE(model, made, check=False, **options),
+        "exit without drafts": TIDE(model, made, exits.with_(drafts=()), check=False, **options),
+    }
+    for scale in args.threshold_scale:
+        engine = TIDE(model, made, exits, threshold_scale=scale, check=False, **options)
+        engines[f"exit, threshold scale {scale:g}"] = engine
+    for risk in args.risk:
+        engines[f"exit, risk {risk:g}"] = TIDE(model, made, risk=risk, check=False, **options)
+    return engines
+
+
 def _attack(
     args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[tuple[str, str]]
 ) -> Any:
     from tide.bench.attack import GOALS, Search, attack, defend
-    from tide.calibration.progress import bars
     from tide.config import TIDEConfig
     from tide.engine import TIDE
     from tide.errors import ConfigError
+    from tide.progress import bars
 
     if len(args.risk) > 1:
         raise ConfigError(f"--attack takes one --risk; got {len(args.risk)}.")

@@ -31,16 +31,24 @@ def data_options(parser: argparse.ArgumentParser, samples: int) -> None:
     parser.add_argument("--samples", type=int, default=samples, help="number of prompts, at most")
 
 
+_FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # what the speed of a CPU depends on
+
+
 def processor() -> str:
-    """The name of the CPU."""
+    """The name of the CPU, and which of the instructions it has that matrices are fast with."""
     import platform
 
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    named = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+    found: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        found.setdefault(name.strip(), value.strip())
+    flags = [flag for flag in _FLAGS if flag in found.get("flags", "").split()]
+    name = found.get("model name", platform.machine())
+    return f"{name} ({', '.join(flags)})" if flags else name
 
 
 def conditions(model: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
     parser.add_argument("--raw", action="store_true", help="use no chat template")
+    parser.add_argument("--compile", action="store_true", help="compile the segments first")
     parser.add_argument(
         "--no-compare", action="store_true", help="do not time HF generate for comparison"
     )
@@ -43,6 +44,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Generate, print as it comes, and write the page."""
     from rich.console import Console
 
+    from tide.bench.baselines import compiled_generate
+    from tide.bench.compare import BASELINE, COMPILED
     from tide.exits.files import write_whole
     from tide.report.live import DepthStreamer, print_legend
     from tide.report.page import trace_page
@@ -70,7 +73,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "risk": args.risk, "threshold": args.threshold, "new_tokens": args.new_tokens,
     }  # fmt: skip
     if not args.no_compare:
-        trace.speeds = {name: speed, "HF generate": timed(model.generate)[1]}
+        trace.speeds = {name: speed, BASELINE: timed(model.generate)[1]}
+        if args.compile:
+            compiled = compiled_generate(model, greedy)
+            compiled(encoded)
+            began = time.perf_counter()
+            new = compiled(encoded).shape[1] - encoded["input_ids"].shape[1]
+            trace.speeds[COMPILED] = new / (time.perf_counter() - began)
     print_legend(trace, console)
     if args.html:
         write_whole(
@@ -133,13 +142,14 @@ def _engine(args: argparse.Namespace, model: Any, folder: str | None) -> Any:
     from tide.exits.artifact import Artifact
 
     if args.mode == "lossless":
-        return TIDE(model, folder)
+        return TIDE(model, folder, compile=args.compile)
     made = Artifact.from_pretrained(str(folder))
     config = TIDEConfig(
         exit_threshold=args.threshold, audit_tail=True, min_layers=made.config.min_layers
     )
     # A certificate brings its own settings.
-    return TIDE(model, made, None if args.risk is not None else config, risk=args.risk)
+    given = None if args.risk is not None else config
+    return TIDE(model, made, given, risk=args.risk, compile=args.compile)
 
 
 def _encode(tokenizer: Any, prompt: str, raw: bool) -> Any:

@@ -12,6 +12,7 @@ from tide.decode.batch import BatchState
 from tide.decode.sources import Draft, DraftSource
 
 RETRY = 24  # steps between tries of what does not pay at present
+_SHORT = 8  # contexts of up to 2 ** 8 tokens cost about the same
 
 
 @dataclass
@@ -112,15 +113,24 @@ class OnlineComparison:
 class PassCosts:
     """What a step to full depth costs, by the tokens that each sequence has in it.
 
-    Kept by bucket, since a pass costs more with more sequences and longer contexts. A new bucket
-    starts from the nearest one.
+    Kept by bucket, since a pass costs more with more sequences and longer contexts. A bucket starts
+    from what was measured before the first batch of that size, or from the nearest bucket, and
+    follows what steps really take.
     """
 
     _seconds: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
 
+    def known(self, sequences: int) -> bool:
+        """Whether something is known of batches of about this size."""
+        return any(size == sequences.bit_length() for size, _ in self._seconds)
+
+    def start(self, sequences: int, seconds: Mapping[int, float]) -> None:
+        """Start from seconds by tokens, for batches of about this size and short contexts."""
+        self._seconds[sequences.bit_length(), _SHORT] = dict(seconds)
+
     def of(self, batch: BatchState) -> dict[int, float]:
         """Seconds by tokens, for batches and contexts of about this size."""
-        bucket = len(batch.sequences).bit_length(), max(batch.longest.bit_length(), 8)
+        bucket = len(batch.sequences).bit_length(), max(batch.longest.bit_length(), _SHORT)
         if bucket not in self._seconds:
             near = min(self._seconds, key=lambda b: _distance(b, bucket), default=None)
             known = {} if near is None or near[0] != bucket[0] else self._seconds[near]

@@ -1,30 +1,45 @@
-"""The exit stage: evaluate the gate of a checkpoint, and record which tokens exit there."""
+"""The exit stage: run to a checkpoint, evaluate its gate, and record which tokens exit there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from tide.decode.batch import BatchState
-from tide.decode.sampler import Sampler
-from tide.decode.sequence import ExitRecord
+from tide.decode.host import to_host
+from tide.decode.sampler import At, Sampler
+from tide.decode.schedule import Pass, run_pass
+from tide.decode.sequence import ExitRecord, SequenceState
 from tide.exits.artifact import Checkpoint
-from tide.exits.heads import Readout
+from tide.exits.gate import ExitGate, note
+from tide.exits.heads import Readout, TargetHead
 from tide.exits.ngrams import NGramPrediction, NGramPredictor
-from tide.exits.policy import Candidates, Decision, Policy, TokenPosition
+from tide.exits.policy import TokenPosition
 from tide.exits.table import ContinuationTable
+from tide.models.runner import DepthRunner, Stage
+from tide.models.tokens import NOTES
 
 
 @dataclass
 class Exits:
-    """The exits of a model, by depth; the table is for n-gram predictions."""
+    """The exits of a model, by depth.
+
+    Attributes:
+        gates: of the checkpoints.
+        target_head: what follows full depth.
+        script: given the position of a token and the number of a checkpoint, whether it may exit
+            there; None if all may.
+        table: for n-gram predictions.
+    """
 
     checkpoints: Sequence[Checkpoint]
+    gates: Sequence[ExitGate]
     readout: Readout
-    policy: Policy
+    target_head: TargetHead
+    script: Callable[[TokenPosition, int], bool] | None = None
     table: ContinuationTable | None = None
 
     def segments(self, n_layers: int) -> list[tuple[int, int]]:
@@ -32,70 +47,75 @@ class Exits:
         cuts = [checkpoint.layer + 1 for checkpoint in self.checkpoints]
         return list(zip([0, *cuts], [*cuts, n_layers], strict=True))
 
+    def stages(self, n_layers: int) -> list[Stage]:
+        """The segments, each with what follows it: a gate, or at full depth the target head."""
+        return list(zip(self.segments(n_layers), [*self.gates, self.target_head], strict=True))
+
+    def may_exit(self, at: TokenPosition, number: int) -> bool:
+        """Whether a token may exit at the `number`-th checkpoint."""
+        return self.script is None or self.script(at, number)
+
 
 class ExitStage:
     """Evaluates gates for a batch.
 
     Args:
+        runner: attached to the model.
         exits: of the model.
         sampler: from logits to tokens.
     """
 
-    def __init__(self, exits: Exits, sampler: Sampler) -> None:
-        self.exits, self.sampler = exits, sampler
+    def __init__(self, runner: DepthRunner, exits: Exits, sampler: Sampler) -> None:
+        self.runner, self.exits, self.sampler = runner, exits, sampler
 
-    def evaluate(
-        self, batch: BatchState, segment: int, positions: Sequence[tuple[int, int]]
-    ) -> None:
-        """Evaluate the gate after `segment`; tokens that exit get an `ExitRecord`.
+    def run(self, batch: BatchState, work: Pass, candidates: Sequence[Sequence[int]]) -> None:
+        """Run a pass with the gate at its end; tokens that exit get an `ExitRecord`.
 
         Args:
-            positions: of the tokens that may exit: number in the batch, and position.
+            candidates: for each sequence, positions of its tokens in the pass that may exit.
         """
-        if not positions:
+        number = work.last
+        gate, notes = self.exits.gates[number], np.zeros((*_shape(work), NOTES), np.int64)
+        some: list[tuple[int, int, int]] = []  # sequence, place in the pass, position
+        for i, (sequence, span) in enumerate(zip(batch.sequences, work.spans, strict=True)):
+            for position in candidates[i]:
+                if self.exits.may_exit(TokenPosition(sequence.index, position), number):
+                    k = position - span.start
+                    notes[i, k] = note(self._predict(gate, sequence, position))
+                    some.append((i, k, position))
+        if not some:
+            run_pass(self.runner, batch, work)
             return
-        states = torch.stack([batch.state(i, segment, position) for i, position in positions])
-        head = self.exits.checkpoints[segment].head
+        states, packed = run_pass(self.runner, batch, work, gate, notes)
+        decisions = to_host(packed)
+        layer = self.exits.checkpoints[number].layer
+        exited = [at for at in some if decisions[at[0]][at[1]][0]]
+        tokens = [int(decisions[i][k][1]) for i, k, _ in exited]
+        if exited and not self.sampler.greedy:
+            head = self.exits.checkpoints[number].head
+            picked = head.transform(torch.stack([states[i, k] for i, k, _ in exited]))
+            at = [(batch.sequences[i], position) for i, _, position in exited]
+            tokens = self._sample(at, self.exits.readout(picked))
+        for (i, k, position), token in zip(exited, tokens, strict=True):
+            if token >= 0:
+                record = ExitRecord(layer, token, decisions[i][k][2])
+                batch.sequences[i].exits[position] = record
 
-        def read(indices: Sequence[int]) -> Tensor:
-            some = states if len(indices) == len(states) else states[list(indices)]
-            return self.exits.readout(head.transform(some))
+    def _sample(self, at: Sequence[At], logits: torch.Tensor) -> list[int]:
+        """Tokens drawn from exit heads; -1 where processors have ruled out all that one reads."""
+        scores = self.sampler.scores(at, self.exits.readout.scatter_to_vocab(logits))
+        barred = scores.isneginf().all(-1)
+        return [
+            -1 if none else token
+            for none, token in zip(to_host(barred), self.sampler.pick(at, scores), strict=True)
+        ]
 
-        candidates = Candidates(
-            states,
-            [TokenPosition(batch.sequences[i].index, position) for i, position in positions],
-            read,
-            lambda indices: [self._predict(batch, *positions[k]) for k in indices],
-        )
-        decision = self.exits.policy.decide(segment, candidates)
-        if decision.exits:
-            self._record(batch, segment, decision, [positions[k] for k in decision.exits])
-
-    def _record(
-        self,
-        batch: BatchState,
-        segment: int,
-        decision: Decision,
-        positions: Sequence[tuple[int, int]],
-    ) -> None:
-        assert decision.logits is not None and decision.tokens is not None
-        readout, sampler = self.exits.readout, self.sampler
-        at = [(batch.sequences[i], position) for i, position in positions]
-        if sampler.greedy:
-            tokens = readout.tokens(decision.tokens).tolist()
-            barred = [False] * len(at)
-        else:
-            scores = sampler.scores(at, readout.scatter_to_vocab(decision.logits))
-            tokens = sampler.pick(at, scores)
-            # Processors may have ruled out every token that a reduced vocabulary has.
-            barred = scores.isneginf().all(-1).tolist()
-        layer = self.exits.checkpoints[segment].layer
-        for k, (sequence, position) in enumerate(at):
-            if not barred[k]:
-                score = decision.scores[decision.exits[k]]
-                sequence.exits[position] = ExitRecord(layer, tokens[k], score)
-
-    def _predict(self, batch: BatchState, i: int, position: int) -> NGramPrediction:
-        sequence = batch.sequences[i]
+    def _predict(self, gate: ExitGate, sequence: SequenceState, position: int) -> NGramPrediction:
+        if not gate.wants_ngrams:
+            return NGramPrediction()
         predictor = NGramPredictor(self.exits.table, sequence.ngrams)
         return predictor.at(sequence.tokens, position, sequence.committed)
+
+
+def _shape(work: Pass) -> tuple[int, int]:
+    return len(work.spans), work.longest

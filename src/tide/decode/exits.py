@@ -11,8 +11,9 @@ from tide.config import TIDEConfig
 from tide.decode.exit_stage import Exits
 from tide.errors import ArtifactError, ConfigError
 from tide.exits.artifact import Artifact, Checkpoint
-from tide.exits.heads import Readout
-from tide.exits.policy import GatePolicy, Policy
+from tide.exits.gate import ExitGate, OpenGate
+from tide.exits.heads import Readout, TargetHead
+from tide.exits.policy import ScriptedPolicy
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
 from tide.models.fingerprint import fingerprint
@@ -41,7 +42,7 @@ def make_exits(
     artifact: Artifact,
     config: TIDEConfig,
     threshold_scale: float,
-    policy: Policy | None,
+    policy: ScriptedPolicy | None,
 ) -> Exits:
     """The exits that are used, by depth.
 
@@ -60,19 +61,19 @@ def make_exits(
         # Copies: the caller's artifact may serve another engine, on another device.
         checkpoints = copy.deepcopy(artifact.checkpoints_from(config.min_layers))
     _check_layers(checkpoints, runner.n_layers, config)
+    gates: list[ExitGate]
     if policy is None:
-        thresholds = [_thresholds(c, config, threshold_scale) for c in checkpoints]
-        reachable = [i for i, wanted in enumerate(thresholds) if not wanted.unreachable]
-        checkpoints = [checkpoints[i] for i in reachable]
-        policy = GatePolicy(
-            [c.router for c in checkpoints],
-            [thresholds[i] for i in reachable],
-            [c.confidence_model for c in checkpoints],
-            readout.tokens,
-        )
+        wanted = [_thresholds(c, config, threshold_scale) for c in checkpoints]
+        kept = [(c, w) for c, w in zip(checkpoints, wanted, strict=True) if not w.unreachable]
+        checkpoints = [checkpoint for checkpoint, _ in kept]
+        gates = [ExitGate(c.head, readout, w, c.router, c.confidence_model) for c, w in kept]
+    else:
+        gates = [OpenGate(c.head, readout) for c in checkpoints]
     for checkpoint in checkpoints:
         checkpoint.to(runner.input_device, runner.model.dtype)
-    return Exits(checkpoints, readout, policy, table)
+    target_head = TargetHead(Readout(parts.norm, parts.head, runner.config))
+    script = None if policy is None else policy.script
+    return Exits(checkpoints, gates, readout, target_head, script, table)
 
 
 def _thresholds(checkpoint: Checkpoint, config: TIDEConfig, threshold_scale: float) -> Thresholds:

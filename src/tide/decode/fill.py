@@ -24,7 +24,7 @@ def fill_above(runner: DepthRunner, batch: BatchState, segment: int, strategy: s
     assert states is not None
     lo, hi = batch.segments[segment][1], runner.n_layers
     if strategy == "propagate":
-        tokens = pack_tokens(batch.sequences, spans, runner.input_device)
+        tokens = pack_tokens(batch.sequences, spans)
         runner.fill_kv(tokens, lo, hi, cache=batch.cache, hidden=states)
     else:
         batch.cache.append_zeros(lo, hi, [len(span) for span in spans])

@@ -3,7 +3,7 @@
 One step drafts, runs the first segment on each sequence's newest tokens and evaluates the gate at
 the checkpoint there. Where no sequence needs more, the step ends. Else the next segment runs over
 everything that waits before it, for every sequence, and so on to full depth, whose predictions are
-final.
+final. Where no gate is evaluated, one pass runs through to full depth.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tide.decode.machinery import Listener, Machinery
 from tide.decode.modes import Mode
 from tide.decode.prefill import prefill_prompts
 from tide.decode.sampler import Sampler
-from tide.decode.schedule import next_pass, run_pass
+from tide.decode.schedule import Pass, next_pass, run_pass
 from tide.decode.sources import DraftSource
 from tide.decode.verify import Verifier
 from tide.stats import ExitStats
@@ -50,13 +50,13 @@ class DecodeLoop:
         self.batch, self.mode, self.verifier = batch, mode, verifier
         self.sampler: Sampler = verifier.sampler
         self.stats: ExitStats = verifier.stats
-        self.exit_stage = ExitStage(self.exits, self.sampler)
+        self.exit_stage = ExitStage(self.runner, self.exits, self.sampler)
         self.sources, self.listener = sources, listener
 
     def run(self) -> None:
         """Decode every sequence to its end."""
-        prompts = prefill_prompts(self.runner, self.exits, self.config, self.batch)
-        self.verifier.verify(self.batch, *prompts)
+        last = prefill_prompts(self.runner, self.exits, self.config, self.batch)
+        self.verifier.verify(self.batch, *last)
         self.end_step()
         while self.batch.sequences:
             self.step()
@@ -66,36 +66,35 @@ class DecodeLoop:
         began, batch = time.perf_counter(), self.batch
         self.mode.start_step(batch)
         self.drafter.propose(batch, self.sources)
-        chunk = max(len(span) for span in batch.waiting(0))
         segment = 0
         while True:
             work = next_pass(batch, segment, stops=self.mode.evaluates(batch))
-            states = run_pass(self.runner, batch, work)
             segment = work.last
             if segment == batch.last:
-                self.verifier.verify(batch, work.spans, states)
-                self.drafter.costs.add(batch, chunk, time.perf_counter() - began)
+                self.verifier.run(batch, work)
+                self.drafter.costs.add(batch, work.longest, time.perf_counter() - began)
                 self.mode.reached_full_depth(batch)
                 break
-            self.evaluate_gate(segment)
+            self.run_to_gate(work)
             if not any(self.mode.goes_deeper(batch, i) for i in range(len(batch.sequences))):
                 break
             segment += 1
         self.stats.steps += 1
         self.end_step()
 
-    def evaluate_gate(self, segment: int) -> None:
-        """Evaluate the gate after `segment`, and do with exits what they mean in this mode."""
+    def run_to_gate(self, work: Pass) -> None:
+        """Run a pass with the gate at its end, and do with exits what they mean in this mode."""
         batch = self.batch
         if self.mode.evaluates(batch):
-            numbers = range(len(batch.sequences))
-            positions = [(i, p) for i in numbers for p in self.mode.candidates(batch, i, segment)]
-            if positions:
-                self.exit_stage.evaluate(batch, segment, positions)
-                for i in numbers:
-                    self.mode.apply(batch, i, self.verifier)
+            spans = enumerate(work.spans)
+            candidates = [self.mode.candidates(batch, i, span) for i, span in spans]
+            self.exit_stage.run(batch, work, candidates)
+            for i in range(len(batch.sequences)):
+                self.mode.apply(batch, i, self.verifier)
+        else:
+            run_pass(self.runner, batch, work)
         if self.config.kv_cache_strategy != "deferred":
-            fill_above(self.runner, batch, segment, self.config.kv_cache_strategy)
+            fill_above(self.runner, batch, work.last, self.config.kv_cache_strategy)
 
     def end_step(self) -> None:
         """Learn from drafts that are decided, stream, and drop finished sequences."""
@@ -119,8 +118,9 @@ class DecodeLoop:
         while segment <= batch.last:
             if any(batch.waiting(segment)):
                 work = next_pass(batch, segment, stops=False)
-                states = run_pass(self.runner, batch, work)
                 segment = work.last
                 if segment == batch.last:
-                    self.verifier.verify(batch, work.spans, states)
+                    self.verifier.run(batch, work)
+                else:
+                    run_pass(self.runner, batch, work)
             segment += 1

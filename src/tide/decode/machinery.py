@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
 from tide.decode.exit_stage import Exits
 from tide.decode.sequence import SequenceState
+from tide.models.costs import measure_passes
 from tide.models.runner import DepthRunner
+from tide.progress import Tick, bars
 
 
 @dataclass
@@ -21,17 +24,36 @@ class Machinery:
         exits: of the model; none in mode "off".
         config: settings.
         drafter: remembers between calls.
+        costs: by sequences of a batch, what passes cost here; see `measure_passes`.
     """
 
     runner: DepthRunner
     exits: Exits
     config: TIDEConfig
     drafter: Drafter
+    costs: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+
+    def prepare(self, sequences: int) -> None:
+        """Compile what a batch needs, if it is to be compiled, and time it if drafts may pay.
+
+        Done at the first batch of each size, with a progress bar.
+        """
+        stages = self.exits.stages(self.runner.n_layers)
+        with bars(quiet=not sys.stderr.isatty()) as bar:
+            tick: Tick | None = None
+            for done, total in self.runner.prepare(stages, sequences):
+                tick = tick or bar("Compiling")
+                tick(done, total)
+        drafts = self.config.mode != "off" and self.config.max_draft and self.config.drafts
+        if drafts and not self.drafter.fixed and not self.drafter.costs.known(sequences):
+            measured = self.costs[sequences] = measure_passes(self.runner, stages, sequences)
+            whole = {length: sum(seconds) for length, seconds in measured.items()}
+            self.drafter.costs.start(sequences, whole)
 
     def at_full_depth(self, mode: str = "lossless") -> Machinery:
-        """The same without exits: "lossless" may still draft, "off" commits token by token."""
+        """Nothing is committed before full depth: "lossless" may still draft, "off" does not."""
         config = self.config.with_(mode=mode, kv_cache_strategy="deferred", prefill_exit=False)
-        exits = replace(self.exits, checkpoints=()) if mode == "off" else self.exits
+        exits = replace(self.exits, checkpoints=(), gates=()) if mode == "off" else self.exits
         return replace(self, config=config, exits=exits)
 
 

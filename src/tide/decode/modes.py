@@ -25,8 +25,8 @@ class Mode(Protocol):
         """Whether the gate of the next checkpoint is to be evaluated."""
         ...
 
-    def candidates(self, batch: BatchState, i: int, segment: int) -> Sequence[int]:
-        """Positions of a sequence that may exit at the checkpoint after `segment`."""
+    def candidates(self, batch: BatchState, i: int, span: range) -> Sequence[int]:
+        """Of the tokens of a sequence in a pass, positions of those that may exit at its end."""
         ...
 
     def apply(self, batch: BatchState, i: int, verifier: Verifier) -> None:
@@ -44,7 +44,7 @@ class Mode(Protocol):
 
 
 class Off:
-    """Full depth for every token. Drafts may still be verified together."""
+    """Full depth, token by token."""
 
     def start_step(self, batch: BatchState) -> None:
         """Nothing to do."""
@@ -53,7 +53,7 @@ class Off:
         """Never."""
         return False
 
-    def candidates(self, batch: BatchState, i: int, segment: int) -> Sequence[int]:
+    def candidates(self, batch: BatchState, i: int, span: range) -> Sequence[int]:
         """None."""
         return ()
 
@@ -81,11 +81,11 @@ class Exit(Off):
         """Always, unless the circuit breaker has tripped."""
         return self._exits_on
 
-    def candidates(self, batch: BatchState, i: int, segment: int) -> Sequence[int]:
+    def candidates(self, batch: BatchState, i: int, span: range) -> Sequence[int]:
         """Tokens that have not exited, and whose successor is not committed."""
         sequence = batch.sequences[i]
-        reached = range(sequence.committed - 1, batch.passed(i, segment))
-        return [position for position in reached if position not in sequence.exits]
+        open_ = range(max(span.start, sequence.committed - 1), span.stop)
+        return [position for position in open_ if position not in sequence.exits]
 
     def apply(self, batch: BatchState, i: int, verifier: Verifier) -> None:
         """Commit."""
@@ -133,10 +133,10 @@ class Lossless(Off):
         """Whether an exit head may draft for any sequence."""
         return self._drafts and any(self._open(batch, i) for i in range(len(batch.sequences)))
 
-    def candidates(self, batch: BatchState, i: int, segment: int) -> Sequence[int]:
+    def candidates(self, batch: BatchState, i: int, span: range) -> Sequence[int]:
         """The newest token, unless it is on top of another source's draft."""
         newest = len(batch.sequences[i].tokens) - 1
-        return (newest,) if self._open(batch, i) and batch.passed(i, segment) > newest else ()
+        return (newest,) if newest in span and self._open(batch, i) else ()
 
     def apply(self, batch: BatchState, i: int, verifier: Verifier) -> None:
         """Take the prediction for a draft."""

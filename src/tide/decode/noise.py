@@ -22,6 +22,7 @@ class PlacedNoise:
         self._states: dict[int, Tensor] = {}  # place -> the generator's state before its draw
         self._held: dict[int, Tensor] = {}  # place -> noise, [sequences, vocabulary]
         self._next: int | None = None
+        self._generator: torch.Generator | None = None
 
     def at(self, places: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
         """Noise for (sequence, place) pairs, `[n, vocabulary]`."""
@@ -40,10 +41,15 @@ class PlacedNoise:
         self._states = {at: state for at, state in self._states.items() if at >= place}
         self._held = {at: noise for at, noise in self._held.items() if at >= place}
 
+    def rewind(self, place: int) -> None:
+        """Set the generator back to before `place`: what was drawn from there on was for drafts."""
+        if self._generator is not None and place in self._states:
+            self._generator.set_state(self._states[place])
+
     def _of(self, place: int, like: Tensor) -> Tensor:
         """The noise of a place, `[sequences, vocabulary]`."""
         assert self._next is not None
-        generator = default_generator(like.device)
+        generator = self._generator = default_generator(like.device)
         while self._next <= place:
             self._states[self._next] = generator.get_state()
             self._hold(self._next, self._draw(generator, like))

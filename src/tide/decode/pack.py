@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,14 +15,15 @@ from tide.models.tokens import TokenBatch
 def pack_tokens(
     sequences: Sequence[SequenceState],
     spans: Sequence[range],
-    device: torch.device,
     *,
     left: bool = False,
+    notes: np.ndarray | None = None,
 ) -> TokenBatch:
-    """Tokens of a span of each sequence.
+    """Tokens of a span of each sequence, on the host.
 
     Args:
         left: pad on the left, as prompts are.
+        notes: of the tokens, `[sequences, longest span, notes]`.
     """
     longest = max(len(span) for span in spans)
     ids, valid = [], []
@@ -31,9 +33,7 @@ def pack_tokens(
         ids.append(padding + tokens if left else tokens + padding)
         valid.append([False] * missing + here if left else here + [False] * missing)
     ragged = any(len(span) != longest for span in spans)
-    return TokenBatch(
-        torch.tensor(ids, device=device), torch.tensor(valid, device=device) if ragged else None
-    )
+    return TokenBatch(torch.tensor(ids), torch.tensor(valid) if ragged else None, notes=notes)
 
 
 def pack_states(states: Sequence[Tensor | None]) -> Tensor:

@@ -17,11 +17,12 @@ from tide.config import TIDEConfig
 from tide.decode.batch import BatchState
 from tide.decode.exit_stage import Exits
 from tide.decode.pack import pack_tokens
+from tide.exits.gate import note
 from tide.exits.ngrams import NGramPrediction, NGramPredictor
-from tide.exits.policy import Candidates, TokenPosition
+from tide.exits.policy import TokenPosition
 from tide.models.cache import WaterlineCache
 from tide.models.runner import DepthRunner
-from tide.models.tokens import TokenBatch
+from tide.models.tokens import NOTES, TokenBatch
 
 _MASK = 1 << 26  # most entries of an explicit mask: prompts that need more run in chunks
 _READ = 256  # prompt tokens whose logits are held at once
@@ -33,7 +34,7 @@ def prefill_prompts(
     """Run the prompts; the last token of each, and its state, `[sequences, 1, hidden]`."""
     counts = [len(sequence.tokens) for sequence in batch.sequences]
     prompts = [range(count) for count in counts]
-    tokens = pack_tokens(batch.sequences, prompts, runner.input_device, left=True)
+    tokens = pack_tokens(batch.sequences, prompts, left=True)
     if config.prefill_exit:
         numbers = [sequence.index for sequence in batch.sequences]
         done = PrefillWithExits(runner, exits, config, batch.cache).run(tokens, numbers)
@@ -95,7 +96,7 @@ class _Continuing:
     def _compact(self, mask: Tensor) -> _Continuing:
         order = mask.int().argsort(dim=1, descending=True, stable=True)
         order = order[:, : int(mask.sum(1).max())]
-        expanded = order[..., None].expand(-1, -1, self.hidden.shape[-1])
+        expanded = order[..., None].expand(-1, -1, self.hidden.shape[-1]).to(self.hidden.device)
         return _Continuing(
             self.places.gather(1, order), mask.gather(1, order), self.hidden.gather(1, expanded)
         )
@@ -129,10 +130,11 @@ class PrefillWithExits:
                 vocabulary: a score needs the logit of a token that the exit heads do not read while
                 decoding.
         """
-        runner, ids, n = self.runner, tokens.ids, self.runner.n_layers
+        runner, n = self.runner, self.runner.n_layers
+        ids = tokens.ids.to(runner.input_device)
         valid = torch.ones_like(ids, dtype=torch.bool)
         if tokens.valid is not None:
-            valid = tokens.valid.bool()
+            valid = tokens.valid.to(ids.device).bool()
         segments = self.exits.segments(n)
         self._ids, self._numbers = ids, numbers
         self._positions = (valid.cumsum(1) - 1).clamp_min(0)  # [sequences, tokens]
@@ -145,30 +147,52 @@ class PrefillWithExits:
             shape = (*ids.shape, self.exits.readout.size)
             logits = torch.zeros(shape, dtype=runner.model.dtype, device=ids.device)
         places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        first = runner.run(TokenBatch(ids, valid), *segments[0], cache=self.cache)
+        given = TokenBatch(ids, None if bool(valid.all()) else valid)
+        if given.valid is not None:
+            self.cache.align(valid.sum(1).tolist())
+        first, compacted = self._run(given, segments[0]), False
         running = _Continuing(places, valid, first)
         for segment, (_, hi) in enumerate(segments[:-1]):
             may_exit = running.valid & ~final.gather(1, running.places)
             exits = self._evaluate(segment, running, may_exit)
             if int(exits.sum()) > self.config.compaction_threshold * int(running.valid.sum()):
+                compacted = True
                 gone, running = running.split(exits)
                 runner.fill_kv(self._tokens(gone), hi, n, cache=self.cache, hidden=gone.hidden)
                 where = gone.valid.nonzero(as_tuple=True)
                 depths[where[0], gone.places[where]] = hi
                 if logits is not None:
                     head = self.exits.checkpoints[segment].head
-                    self._read_into(logits, gone, head.transform(gone.hidden[where]))
+                    self._read_into(logits, gone, head.transform(_pick(gone.hidden, where)))
                 if not running.valid.any():
                     break
-            running.hidden = runner.run(
-                self._tokens(running), *segments[segment + 1], cache=self.cache,
-                hidden=running.hidden,
-            )  # fmt: skip
+            # As long as no token has exited, the model's own causal mask may do.
+            tokens = self._tokens(running) if compacted else given
+            running.hidden = self._run(tokens, segments[segment + 1], running.hidden)
         if logits is not None:
             where = running.valid.nonzero(as_tuple=True)
-            self._read_into(logits, running, running.hidden[where])
+            self._read_into(logits, running, _pick(running.hidden, where))
         last = final.gather(1, running.places) & running.valid
-        return Prefilled(running.hidden[last], depths, logits)
+        return Prefilled(_pick(running.hidden, last.nonzero(as_tuple=True)), depths, logits)
+
+    def _run(
+        self, tokens: TokenBatch, layers: tuple[int, int], hidden: Tensor | None = None
+    ) -> Tensor:
+        """Run tokens through layers, in chunks where a mask of all would be too large."""
+        sequences, longest = tokens.ids.shape
+        chunk = longest
+        if tokens.valid is not None:
+            chunk = max(1, min(longest, _MASK // (sequences * self._ids.shape[1])))
+        states = []
+        for start in range(0, longest, chunk):
+            here = slice(start, start + chunk)
+            part = [
+                t if t is None else t[:, here]
+                for t in (tokens.ids, tokens.valid, tokens.positions, hidden)
+            ]
+            given, own = TokenBatch(part[0], part[1], part[2]), part[3]  # type: ignore[arg-type]
+            states.append(self.runner.run(given, *layers, cache=self.cache, hidden=own))
+        return states[0] if len(states) == 1 else torch.cat(states, dim=1)
 
     def _tokens(self, some: _Continuing) -> TokenBatch:
         at = some.places
@@ -177,7 +201,8 @@ class PrefillWithExits:
     def _read_into(self, logits: Tensor, some: _Continuing, states: Tensor) -> None:
         sequence, k = some.valid.nonzero(as_tuple=True)
         place = some.places[sequence, k]
-        for part in torch.arange(len(states), device=states.device).split(_READ):
+        for start in range(0, len(states), _READ):
+            part = slice(start, start + _READ)
             read = self.runner.logits(states[part])
             logits[sequence[part], place[part]] = read.to(logits)
 
@@ -185,22 +210,28 @@ class PrefillWithExits:
         """Which tokens exit, boolean as `may_exit`."""
         where = may_exit.nonzero(as_tuple=True)
         exits = torch.zeros_like(may_exit)
-        head, readout = self.exits.checkpoints[segment].head, self.exits.readout
-        hidden = running.hidden[where]
+        hidden, gate = _pick(running.hidden, where), self.exits.gates[segment]
         # One copy to the host for all, and logits of a few tokens at a time.
         at = torch.stack([where[0], self._positions[where[0], running.places[where]]]).T.tolist()
         for start in range(0, len(at), _READ):
-            states, some = hidden[start : start + _READ], at[start : start + _READ]
-            candidates = Candidates(
-                states,
-                [TokenPosition(self._numbers[s], position) for s, position in some],
-                lambda chosen, states=states: readout(head.transform(states[list(chosen)])),  # type: ignore[misc]
-                lambda chosen, some=some: [self._predictions.at(*some[k]) for k in chosen],  # type: ignore[misc]
-            )
-            decision = self.exits.policy.decide(segment, candidates, with_logits=False)
-            chosen = torch.tensor(decision.exits, dtype=torch.long, device=exits.device) + start
-            exits[where[0][chosen], where[1][chosen]] = True
+            part = slice(start, start + _READ)
+            notes = [self._note(segment, s, position) for s, position in at[part]]
+            states = hidden[part]
+            decision = gate.decide(states, torch.tensor(notes, device=states.device))
+            exits[where[0][part], where[1][part]] = decision.exits.to(exits.device)
         return exits
+
+    def _note(self, segment: int, s: int, position: int) -> tuple[int, ...]:
+        if not self.exits.may_exit(TokenPosition(self._numbers[s], position), segment):
+            return (0,) * NOTES
+        if not self.exits.gates[segment].wants_ngrams:
+            return note(NGramPrediction())
+        return note(self._predictions.at(s, position))
+
+
+def _pick(hidden: Tensor, where: tuple[Tensor, ...]) -> Tensor:
+    """States by index; a model's last layer may be on another device than its first."""
+    return hidden[tuple(index.to(hidden.device) for index in where)]
 
 
 class _Predictions:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MaxLengthCriteria
+from transformers import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation import logits_process
-from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
 
+from tide.decode.host import to_host
 from tide.decode.noise import PlacedNoise
 from tide.decode.sequence import SequenceState
 
@@ -73,8 +74,11 @@ class Sampler:
         self._max_length = min(lengths, default=contexts.shape[1])
         ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
         self._eos = {token for ids in ends for token in ids.tolist()}
-        # Of all others nothing is known: they are called as `generate` calls them.
-        known = (MaxLengthCriteria, EosTokenCriteria)
+        # These look at each sequence by itself. Of all others nothing is known: they are shown the
+        # whole batch, once for each token.
+        by_line = (StopStringCriteria, MaxTimeCriteria)
+        self._by_line = [c for c in criteria if type(c) in by_line]
+        known = (MaxLengthCriteria, EosTokenCriteria, *by_line)
         self._criteria = type(criteria)(c for c in criteria if type(c) not in known)
 
     @property
@@ -109,16 +113,23 @@ class Sampler:
         if self.sample:
             places = [(s.index, s.padding + position + 1) for s, position in at]
             scores = scores.float().softmax(-1) / self._noise.at(places, scores)
-        return scores.argmax(-1).tolist()
+        return to_host(scores.argmax(-1))
 
     def ends(self, sequence: SequenceState) -> bool:
         """Whether a sequence ends with its last committed token."""
         length = sequence.padding + sequence.committed
         if length >= self._max_length or sequence.tokens[sequence.committed - 1] in self._eos:
             return True
+        line = slice(sequence.index, sequence.index + 1)
+        if any(bool(c(self.contexts[line, :length], None)) for c in self._by_line):
+            return True
         if not self._criteria:
             return False
         return bool(self._criteria(self.contexts[:, :length], None)[sequence.index])
+
+    def finish(self, sequences: Sequence[SequenceState]) -> None:
+        """Set torch's generator back to where `generate` has it: drafts may have drawn more."""
+        self._noise.rewind(max(s.padding + s.committed for s in sequences))
 
     def forget(self, sequences: Sequence[SequenceState]) -> None:
         """Drop the noise of places that are decided for all sequences."""

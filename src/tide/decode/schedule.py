@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from tide.decode.batch import BatchState
 from tide.decode.pack import pack_tokens
-from tide.models.runner import DepthRunner
+from tide.models.runner import DepthRunner, Then
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,11 @@ class Pass:
     first: int
     last: int
     spans: Sequence[range]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the sequence that has most in the pass."""
+        return max(map(len, self.spans))
 
 
 def next_pass(batch: BatchState, segment: int, *, stops: bool) -> Pass:
@@ -39,11 +46,26 @@ def next_pass(batch: BatchState, segment: int, *, stops: bool) -> Pass:
     return Pass(segment, last, batch.waiting(segment))
 
 
-def run_pass(runner: DepthRunner, batch: BatchState, work: Pass) -> Tensor:
-    """Run a pass; states after its last segment, `[sequences, longest span, hidden]`."""
+def run_pass(
+    runner: DepthRunner,
+    batch: BatchState,
+    work: Pass,
+    then: Then | None = None,
+    notes: np.ndarray | None = None,
+) -> tuple[Tensor, Any]:
+    """Run a pass.
+
+    Args:
+        then: what to do with the states, as part of the pass.
+        notes: what `then` is to know of the tokens, `[sequences, longest span, notes]`.
+
+    Returns:
+        States after its last segment, `[sequences, longest span, hidden]`, and what `then` makes
+        of them.
+    """
     hidden = batch.take(work.first, work.spans)
-    tokens = pack_tokens(batch.sequences, work.spans, runner.input_device)
-    lo, hi = batch.segments[work.first][0], batch.segments[work.last][1]
-    states = runner.run(tokens, lo, hi, cache=batch.cache, hidden=hidden)
+    tokens = pack_tokens(batch.sequences, work.spans, notes=notes)
+    layers = batch.segments[work.first][0], batch.segments[work.last][1]
+    states, result = runner.run_then(then, tokens, layers, cache=batch.cache, hidden=hidden)
     batch.advance(work.first, work.last, work.spans, states)
-    return states
+    return states, result

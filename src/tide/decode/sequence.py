@@ -26,7 +26,7 @@ class ExitRecord:
 
 @dataclass
 class SequenceState:
-    """One sequence of a batch. Only `BatchState` changes it.
+    """One sequence of a batch. Its tokens change by the methods of `BatchState` only.
 
     Attributes:
         index: its place in the batch as given.

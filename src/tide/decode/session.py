@@ -91,7 +91,13 @@ class DecodeSession:
             machinery,
             batch,
             _mode(machinery),
-            Verifier(runner, self.sampler, stats, audits=config.kv_cache_strategy == "deferred"),
+            Verifier(
+                runner,
+                machinery.exits.target_head,
+                self.sampler,
+                stats,
+                audits=config.kv_cache_strategy == "deferred",
+            ),
             _sources(machinery, self.sequences),
             Listener(self._output.stream, on_finished),
         )
@@ -99,6 +105,7 @@ class DecodeSession:
     def run(self) -> Tensor:
         """The sequences, prompts included, `[sequences, length]`."""
         self._loop.run()
+        self.sampler.finish(self.sequences)
         return self._output.finish(self._input_ids)
 
     def losses(self, draw: random.Random, rate: float, stats: ExitStats) -> list[float | None]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tide.decode.batch import BatchState
+from tide.decode.host import to_host
 from tide.decode.sampler import Sampler
+from tide.decode.schedule import Pass, run_pass
+from tide.exits.heads import TargetHead
 from tide.models.runner import DepthRunner
+from tide.models.tokens import NOTES
 from tide.stats import ExitStats, TokenRecord
 
 
@@ -18,36 +23,71 @@ class Verifier:
     """Commits the tokens of a batch.
 
     Args:
-        runner: for the logits of full depth.
+        runner: attached to the model.
+        target_head: what follows full depth.
         sampler: from logits to tokens.
         stats: counters to fill.
         audits: whether exited tokens reach full depth later, to be audited there.
     """
 
     def __init__(
-        self, runner: DepthRunner, sampler: Sampler, stats: ExitStats, *, audits: bool
+        self,
+        runner: DepthRunner,
+        target_head: TargetHead,
+        sampler: Sampler,
+        stats: ExitStats,
+        *,
+        audits: bool,
     ) -> None:
         self.runner, self.sampler, self.stats, self.audits = runner, sampler, stats, audits
+        self.target_head = target_head
+
+    def run(self, batch: BatchState, work: Pass) -> None:
+        """Run a pass to full depth, and verify what has reached it."""
+        wanted = self._wanted(batch, work.spans)
+        if not wanted or not self.sampler.greedy:
+            states, _ = run_pass(self.runner, batch, work)
+            self._verify(batch, wanted, states)
+            return
+        notes = np.zeros((len(work.spans), work.longest, NOTES), np.int64)
+        for i, _, k in wanted:
+            notes[i, k, 0] = 1
+        _, packed = run_pass(self.runner, batch, work, self.target_head, notes)
+        tokens = to_host(packed)
+        self._commit_and_audit(batch, wanted, [tokens[i][k] for i, _, k in wanted])
 
     def verify(self, batch: BatchState, spans: Sequence[range], states: Tensor) -> None:
-        """Commit open tokens with full depth's predictions, and audit tokens that had exited.
+        """Verify tokens that have reached full depth.
 
         Args:
-            spans: for each sequence, the tokens that have reached full depth.
+            spans: for each sequence, the tokens.
             states: their states, `[sequences, longest span, hidden]`.
         """
-        wanted = [
+        self._verify(batch, self._wanted(batch, spans), states)
+
+    def _wanted(self, batch: BatchState, spans: Sequence[range]) -> list[tuple[int, int, int]]:
+        """Tokens whose successor is open or to be audited: sequence, position, place in span."""
+        return [
             (i, position, k)
             for i, span in enumerate(spans)
             for k, position in enumerate(span)
             if position >= batch.sequences[i].committed - 1
             or position in batch.sequences[i].pending_audit
         ]
-        if not wanted:
-            return
-        picked = torch.stack([states[i, k] for i, _, k in wanted])
-        at = [(batch.sequences[i], position) for i, position, _ in wanted]
-        tokens = self.sampler.pick(at, self.sampler.scores(at, self.runner.logits(picked)))
+
+    def _verify(
+        self, batch: BatchState, wanted: Sequence[tuple[int, int, int]], states: Tensor
+    ) -> None:
+        if wanted:
+            picked = torch.stack([states[i, k] for i, _, k in wanted])
+            at = [(batch.sequences[i], position) for i, position, _ in wanted]
+            tokens = self.sampler.pick(at, self.sampler.scores(at, self.runner.logits(picked)))
+            self._commit_and_audit(batch, wanted, tokens)
+
+    def _commit_and_audit(
+        self, batch: BatchState, wanted: Sequence[tuple[int, int, int]], tokens: Sequence[int]
+    ) -> None:
+        """Commit open tokens with full depth's predictions, and audit tokens that had exited."""
         targets: list[dict[int, int]] = [{} for _ in batch.sequences]
         for (i, position, _), token in zip(wanted, tokens, strict=True):
             targets[i][position] = token

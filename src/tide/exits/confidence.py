@@ -12,8 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tide.exits.ngrams import NGramPrediction
-
 # What a confidence model may look at, and how many numbers each gives.
 FEATURES = {"head": 2, "router": 1, "context": 3, "table": 2}
 
@@ -51,44 +49,33 @@ class ConfidenceModel(nn.Module):
 
 
 def gather_features(
-    names: Sequence[str],
-    logits: Tensor,
-    tokens: Sequence[int],
-    router: Tensor | None,
-    predictions: Sequence[NGramPrediction],
+    names: Sequence[str], tops: Tensor, tokens: Tensor, router: Tensor | None, ngrams: Tensor
 ) -> Tensor:
     """Features of predicted tokens, `[n, size]`.
 
     Args:
         names: the features wanted.
-        logits: of the exit head, `[n, v]`.
-        tokens: the exit head's predictions, as token ids.
+        tops: log-probabilities of the exit head's first and second token, `[n, 2]`.
+        tokens: the exit head's predictions, as token ids, `[n]`.
         router: the router's logits, `[n]`; None if there is no router.
-        predictions: by n-grams, at each token's position.
+        ngrams: what n-grams predict, `[n, 4]`: an `NGramPrediction`, its chance in 255ths.
     """
+    context, matched, table, chance = ngrams.unbind(-1)
     parts: list[Tensor] = []
     if "head" in names:
-        top = logits.float().log_softmax(-1).topk(2, dim=-1).values  # [n, 2]
-        surest = top[:, 0].clamp_max(-1e-6)
+        surest = tops[:, 0].clamp_max(-1e-6)
         parts.append((surest - torch.log(-torch.expm1(surest))).clamp(-10, 10))
-        parts.append((top[:, 0] - top[:, 1]).clamp_max(10))
+        parts.append((tops[:, 0] - tops[:, 1]).clamp_max(10))
     if "router" in names:
-        parts.append(logits.new_zeros(len(tokens)) if router is None else router.float())
-    votes: list[list[float]] = []
-    for token, predicted in zip(tokens, predictions, strict=True):
-        of_token: list[float] = []
-        if "context" in names:
-            vote = _vote(token, predicted.context)
-            of_token += [vote * (predicted.matched == n) for n in (3, 2, 1)]
-        if "table" in names:
-            vote = _vote(token, predicted.table)
-            of_token += [max(vote, 0.0) * predicted.chance, max(-vote, 0.0) * predicted.chance]
-        votes.append(of_token)
-    device = logits.device
-    from_ngrams = torch.tensor(votes, device=device)  # [n, votes]
-    return torch.cat([*(part.to(device)[:, None] for part in parts), from_ngrams], dim=1)
+        parts.append(torch.zeros_like(tops[:, 0]) if router is None else router.float())
+    if "context" in names:
+        parts += [_vote(tokens, context) * (matched == n) for n in (3, 2, 1)]
+    if "table" in names:
+        vote, chances = _vote(tokens, table), chance / 255
+        parts += [vote.clamp_min(0) * chances, (-vote).clamp_min(0) * chances]
+    return torch.stack(parts, dim=-1)
 
 
-def _vote(token: int, other: int) -> float:
-    """1 if two predictions agree, -1 if not, 0 if there is no other."""
-    return 0.0 if other < 0 else 1.0 if token == other else -1.0
+def _vote(tokens: Tensor, others: Tensor) -> Tensor:
+    """1 where two predictions agree, -1 where not, 0 where there is no other."""
+    return torch.where(others < 0, 0.0, torch.where(tokens == others, 1.0, -1.0))

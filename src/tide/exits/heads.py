@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tide.errors import UnsupportedModelError
-from tide.models.runner import scale_logits
+from tide.kernels.reference import top_of, top_token
+from tide.models.runner import logit_scales, scale_logits
 
 
 class Readout:
@@ -57,6 +58,33 @@ class Readout:
             logits = nn.functional.linear(states, self._weight, self._bias)
         return scale_logits(self.config, logits)
 
+    def top(self, hidden: Tensor, wanted: Tensor, *, scores: bool = True) -> tuple[Tensor, Tensor]:
+        """The likeliest tokens, as token ids; see `tide.kernels.reference.top_token`.
+
+        Args:
+            hidden: states, `[n, hidden]`.
+            wanted: boolean, `[n]`: of which of them.
+            scores: whether log-probabilities are wanted.
+        """
+        states, (weight, bias) = self.norm(hidden), self._linear_head()
+        if weight is None:
+            index, tops = top_of(scale_logits(self.config, self.head(states)), scores)
+        else:
+            states, wanted = states.to(weight.device), wanted.to(weight.device)
+            scales = logit_scales(self.config)
+            index, tops = top_token(states, wanted, weight, bias, *scales, scores)
+        return self.tokens(index), tops
+
+    def _linear_head(self) -> tuple[Tensor | None, Tensor | None]:
+        """Weight and bias of a head that is nothing but a linear map; None of any other."""
+        if self._weight is not None:
+            return self._weight, self._bias
+        head = self.head
+        if type(head) is not nn.Linear or hasattr(head, "_hf_hook"):
+            return None, None
+        dense = type(head.weight.data) is Tensor and not head.weight.is_meta
+        return (head.weight, head.bias) if dense else (None, None)
+
     @property
     def device(self) -> torch.device:
         """Where states must be to be read."""
@@ -78,6 +106,29 @@ class Readout:
         scattered = logits.new_full((len(logits), self.size), -torch.inf)
         scattered[:, self.vocabulary] = logits
         return scattered
+
+
+class TargetHead(nn.Module):
+    """What follows full depth: the tokens that it predicts.
+
+    Args:
+        readout: over the whole vocabulary.
+    """
+
+    def __init__(self, readout: Readout) -> None:
+        super().__init__()
+        self.readout = readout
+
+    def forward(self, states: Tensor, notes: Tensor) -> Tensor:
+        """The token after each that is wanted, `[sequences, tokens]`.
+
+        Args:
+            states: after the last layer, `[sequences, tokens, hidden]`.
+            notes: of the tokens, `[sequences, tokens, NOTES]`.
+        """
+        wanted = (notes[..., 0] != 0).flatten().to(states.device)
+        tokens, _ = self.readout.top(states.flatten(0, 1), wanted, scores=False)
+        return tokens.unflatten(0, states.shape[:2])
 
 
 class ExitHead(nn.Module):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from tide.errors import ConfigError, SelfCheckError, TideError, UnsupportedModelError
+from tide.models.compiled import CompiledRunner, CompileWarning
 from tide.models.runner import DepthRunner
 from tide.models.segments import SegmentRunner
 from tide.models.selfcheck import self_check
 from tide.models.shims import ShimRunner
 
-RUNNERS: dict[str, type[DepthRunner]] = {"segments": SegmentRunner, "shims": ShimRunner}
+RUNNERS: dict[str, type[DepthRunner]] = {
+    "segments": SegmentRunner,
+    "compiled segments": CompiledRunner,
+    "shims": ShimRunner,
+}
 
 
-def attach(model: Any, *, check: bool = True, runner: str | None = None) -> DepthRunner:
+def attach(
+    model: Any, *, check: bool = True, runner: str | None = None, compile: bool = False
+) -> DepthRunner:
     """Make a depth runner for `model`, proven on it.
 
     ```python
@@ -29,7 +37,8 @@ def attach(model: Any, *, check: bool = True, runner: str | None = None) -> Dept
         model: an `AutoModelForCausalLM` in evaluation mode.
         check: prove on a short random prompt that range-running equals the model's own forward
             pass.
-        runner: "segments" or "shims", to require this one.
+        runner: "segments", "compiled segments" or "shims": require this one.
+        compile: compile segments; where there are none, with a warning.
 
     Raises:
         UnsupportedModelError, UnsupportedCacheError: if the model is of a type that cannot be run
@@ -38,13 +47,20 @@ def attach(model: Any, *, check: bool = True, runner: str | None = None) -> Dept
     """
     if runner is not None and runner not in RUNNERS:
         raise ConfigError(f"runner is {runner!r}; it must be one of {', '.join(RUNNERS)}.")
-    *first, last = [runner] if runner is not None else list(RUNNERS)
-    for name in first:
-        try:
-            return _attach(model, RUNNERS[name], check)
-        except (UnsupportedModelError, SelfCheckError):
-            continue
-    return _attach(model, RUNNERS[last], check)
+    if runner is not None:
+        return _attach(model, RUNNERS[runner], check)
+    try:
+        return _attach(model, CompiledRunner if compile else SegmentRunner, check)
+    except (UnsupportedModelError, SelfCheckError) as error:
+        made = _attach(model, ShimRunner, check)
+        if compile:
+            warnings.warn(
+                f"{model.__class__.__name__} runs uncompiled, since its decoder cannot be cut "
+                f"into segments: {error}",
+                CompileWarning,
+                stacklevel=2,
+            )
+        return made
 
 
 def _attach(model: Any, runner: type[DepthRunner], check: bool) -> DepthRunner:

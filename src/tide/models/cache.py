@@ -61,37 +61,29 @@ class WaterlineLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         stop = chunk.key_slots
-        self.reserve(stop)
+        self.reserve(stop if chunk.block is not None else chunk.spare + 1)
         if chunk.block is not None:
             self.keys[:, :, chunk.block] = key_states
             self.values[:, :, chunk.block] = value_states
         else:
-            assert chunk.index is not None
-            sequence, place, slot = (index.to(key_states.device) for index in chunk.index)
-            self.keys[sequence, :, slot] = key_states[sequence, :, place]
-            self.values[sequence, :, slot] = value_states[sequence, :, place]
+            lines, slots = (t.to(key_states.device) for t in (chunk.lines, chunk.places.slots))
+            self.keys[lines, :, slots] = key_states.transpose(1, 2)
+            self.values[lines, :, slots] = value_states.transpose(1, 2)
         if chunk.fill:
             raise KVWritten
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def reserve(self, slots: int) -> None:
-        """Grow the buffers by a block if they have too few slots.
-
-        Only up to the cache's capacity; a capacity that proves too small no longer counts, or every
-        token beyond it would copy the buffers.
-        """
+        """Grow the buffers if they have too few slots."""
         held = self.keys.shape[2]
         if held < slots:
-            grown = slots + max(_BLOCK, held // _GROWTH)
-            capacity = self.cache.capacity
-            if capacity is not None and slots <= capacity:
-                grown = min(grown, capacity)
+            grown = self.cache.grown_to(held, slots)
             self.keys, self.values = _grown(self.keys, grown), _grown(self.values, grown)
 
     def get_seq_length(self) -> int:
         """Slots before the running pass, for the model's own mask."""
         chunk = self.cache.chunk
-        return chunk.key_slots - chunk.slots.shape[1]
+        return chunk.key_slots - chunk.places.packed.shape[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots that the running pass reads, and the offset of the first."""
@@ -136,6 +128,17 @@ class WaterlineCache(Cache):
             )
         return self._chunk
 
+    def grown_to(self, held: int, slots: int) -> int:
+        """Slots of buffers that hold `held` and need `slots`: a block more, for tokens to come.
+
+        Only up to the capacity and a spare slot; a capacity that proves too small no longer counts,
+        or every token beyond it would copy the buffers.
+        """
+        grown = slots + max(_BLOCK, held // _GROWTH)
+        if self.capacity is not None and slots <= self.capacity + 1:
+            grown = min(grown, self.capacity + 1)
+        return grown
+
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens of each sequence that have passed `layer`: its waterline there."""
         return tuple(end - start for end, start in zip(self.ends[layer], self.starts, strict=True))
@@ -154,13 +157,21 @@ class WaterlineCache(Cache):
         self._start_at(max(prompts) - np.array(prompts))
         self._aligned = True
 
-    def open(self, tokens: TokenBatch, layers: tuple[int, int], *, fill: bool = False) -> Chunk:
+    def open(
+        self,
+        tokens: TokenBatch,
+        layers: tuple[int, int],
+        *,
+        fill: bool = False,
+        device: torch.device | None = None,
+    ) -> Chunk:
         """Plan a pass of tokens through layers `[lo, hi)`; `close` ends it.
 
         Args:
             tokens: of every sequence.
             layers: `(lo, hi)`.
             fill: the layers are to write KV and do no more.
+            device: where the pass starts; None for where the tokens are.
         """
         lo, hi = layers
         mask = host_mask(tokens)
@@ -178,7 +189,8 @@ class WaterlineCache(Cache):
                 f"Layers {lo} to {hi - 1} hold different lengths, so they cannot run as one range. "
                 "Run each part up to the same length first, or roll back."
             )
-        chunk = plan_chunk(tokens, mask, self.starts, self.ends[lo])
+        device = tokens.ids.device if device is None else device
+        chunk = plan_chunk(tokens, mask, self.starts, self.ends[lo], device)
         chunk.lo, chunk.hi, chunk.fill = lo, hi, fill
         if lo and any(map(int.__gt__, chunk.new_ends, self.ends[lo - 1])):
             raise RangeError(
@@ -228,14 +240,17 @@ class WaterlineCache(Cache):
             raise RangeError(
                 f"Got sequences {list(sequences)}; need some of 0 to {self.sequences - 1}."
             )
-        # Slots before the first token of every sequence that is kept are dropped too.
-        unused = min(self.starts[s] for s in sequences)
+        unused = self.unused(sequences)
         self.starts = tuple(self.starts[s] - unused for s in sequences)
         self.ends = [tuple(ends[s] - unused for s in sequences) for ends in self.ends]
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys = _kept(layer.keys, sequences)[:, :, unused:]
                 layer.values = _kept(layer.values, sequences)[:, :, unused:]
+
+    def unused(self, sequences: Sequence[int]) -> int:
+        """Slots before the first token of each of these sequences, which `keep` drops too."""
+        return min(self.starts[s] for s in sequences)
 
     def _start_at(self, starts: np.ndarray) -> None:
         self.starts = tuple(starts.tolist())

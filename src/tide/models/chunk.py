@@ -4,51 +4,103 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tide.models.tokens import TokenBatch
+from tide.models.tokens import NOTES, TokenBatch
+
+
+@dataclass(frozen=True)
+class Places:
+    """What the device knows of the tokens of a pass.
+
+    Attributes:
+        packed: whole numbers, `[sequences, new_tokens, numbers]`: id, position, first slot of the
+            sequence and own slot of each token, then what the `TokenBatch` noted of it.
+    """
+
+    packed: Tensor
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids, `[sequences, new_tokens]`."""
+        return self.packed[..., 0]
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each token in its sequence, `[sequences, new_tokens]`; 0 for padding."""
+        return self.packed[..., 1]
+
+    @property
+    def starts(self) -> Tensor:
+        """First slot of each token's sequence, `[sequences, new_tokens]`."""
+        return self.packed[..., 2]
+
+    @property
+    def slots(self) -> Tensor:
+        """Where KV of each token goes, `[sequences, new_tokens]`; padding goes to a spare slot."""
+        return self.packed[..., 3]
+
+    @property
+    def notes(self) -> Tensor:
+        """What was noted of each token, `[sequences, new_tokens, NOTES]`."""
+        return self.packed[..., 4:]
+
+    def without_notes(self) -> Tensor:
+        """The same with zeros in place of notes."""
+        packed = self.packed.clone()
+        packed[..., 4:] = 0
+        return packed
 
 
 @dataclass
 class Chunk:
-    """Where the tokens of one pass go: the same slots in every layer `[lo, hi)`.
+    """One pass as the cache sees it: the same slots in every layer `[lo, hi)`.
 
     Attributes:
+        places: of its tokens, on the device.
         new_ends: waterline of each sequence after the pass.
         tokens: tokens in the pass, without padding.
-        starts: first slot of each sequence, `[sequences, 1]`.
-        slots: slot of each token, `[sequences, new_tokens]`; of padding, the sequence's first slot.
+        spare: the slot to which padding is written; nothing reads it.
         block: the slots as one slice, where all sequences write the same ones; otherwise None.
-        index: (sequence, place in the pass, slot) of each token, `[tokens]` each; None where
-            `block` is set.
         causal: no padding and no gaps anywhere, so the model may make its own causal mask.
         lo, hi: the layers that the pass runs.
         fill: whether the layers are to write KV and do no more.
     """
 
+    places: Places
     new_ends: tuple[int, ...]
     tokens: int
-    starts: Tensor
-    slots: Tensor
+    spare: int
     block: slice | None
-    index: tuple[Tensor, ...] | None
     causal: bool
     lo: int = 0
     hi: int = 0
     fill: bool = False
 
     @property
-    def positions(self) -> Tensor:
-        """Position of each token in its sequence, `[sequences, new_tokens]`."""
-        return self.slots - self.starts
-
-    @property
     def key_slots(self) -> int:
         """How many slots of the buffers the attention of this pass reads."""
         return max(self.new_ends)
+
+    @cached_property
+    def lines(self) -> Tensor:
+        """Numbers of the sequences, `[sequences, 1]`, to index buffers with."""
+        packed = self.places.packed
+        return torch.arange(len(packed), device=packed.device)[:, None]
+
+    def zero_padding(self, hidden: Tensor) -> Tensor:
+        """`hidden`, `[sequences, new_tokens, hidden]`, with zeros at padding.
+
+        Padding may hold anything, and a NaN would spread through the masked KV.
+        """
+        if self.tokens == hidden.shape[0] * hidden.shape[1]:
+            return hidden
+        padding = (self.places.slots == self.spare)[..., None]
+        return hidden.masked_fill(padding.to(hidden.device), 0)
 
 
 def host_mask(tokens: TokenBatch) -> np.ndarray:
@@ -59,18 +111,24 @@ def host_mask(tokens: TokenBatch) -> np.ndarray:
 
 
 def plan_chunk(
-    tokens: TokenBatch, mask: np.ndarray, starts: Sequence[int], ends: Sequence[int]
+    tokens: TokenBatch,
+    mask: np.ndarray,
+    starts: Sequence[int],
+    ends: Sequence[int],
+    device: torch.device,
 ) -> Chunk:
     """Give every token its slot.
 
+    All is planned on the host, so that a pass costs one small copy to the device.
+
     Args:
         tokens: of the pass.
-        mask: from `host_mask`. All is planned on the host, so that a pass costs one small copy to
-            the device.
+        mask: from `host_mask`.
         starts: first slot of each sequence.
         ends: slot after the last token of each sequence.
+        device: where the pass starts.
     """
-    new_tokens, device = mask.shape[1], tokens.ids.device
+    new_tokens = mask.shape[1]
     padded = not mask.all()
     first = np.array(starts)[:, None]  # [sequences, 1]
     if tokens.positions is None:
@@ -78,25 +136,38 @@ def plan_chunk(
     else:
         slots = first + tokens.positions.cpu().numpy()
     new_ends = tuple(map(max, ends, (np.where(mask, slots, -1).max(1) + 1).tolist()))
-    last = max(new_ends)
+    spare = last = max(new_ends)
     block = tokens.positions is None and len(set(new_ends)) == 1
     if padded:
-        slots = np.where(mask, slots, first)
         # Left-padded prompts fall into place as a block: their padding lands before the sequence's
         # first slot.
         left_padded = (np.sort(mask, 1) == mask).all()
         empty = tuple(ends) == tuple(starts)
         block = bool(block and left_padded and empty and last >= new_tokens)
-    index = None
-    if not block:
-        where = np.nonzero(mask)
-        index = torch.from_numpy(np.stack([*where, slots[where]])).to(device).unbind()
+    parts = [
+        tokens.ids.cpu().numpy(),
+        np.where(mask, slots - first, 0),
+        np.broadcast_to(first, mask.shape),
+        np.where(mask, slots, spare),
+    ]
+    packed = np.zeros((*mask.shape, len(parts) + NOTES), np.int64)
+    for number, part in enumerate(parts):
+        packed[..., number] = part
+    if tokens.notes is not None:
+        packed[..., len(parts) :] = tokens.notes
     return Chunk(
+        Places(upload(packed, device)),
         new_ends,
         tokens=int(mask.sum()),
-        starts=torch.from_numpy(first).to(device),
-        slots=torch.from_numpy(slots).to(device),
+        spare=spare,
         block=slice(last - new_tokens, last) if block else None,
-        index=index,
         causal=block and not padded and not any(starts),
     )
+
+
+def upload(packed: np.ndarray, device: torch.device) -> Tensor:
+    """An array on the device; the host does not wait until it has arrived."""
+    host = torch.from_numpy(packed)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

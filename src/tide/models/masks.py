@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tide.models.cache import Chunk
+from tide.models.chunk import Chunk, Places
 
 
 def layer_types(config: Any) -> tuple[str, ...]:
@@ -27,19 +27,23 @@ def layer_types(config: Any) -> tuple[str, ...]:
 def attention_mask(
     chunk: Chunk, config: Any, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor] | None:
-    """The mask of a pass in the form its model takes.
+    """The mask of a pass in the form its model takes; None where its own causal mask is correct."""
+    return None if chunk.causal else explicit_mask(chunk.places, chunk.key_slots, config, dtype)
+
+
+def explicit_mask(
+    places: Places, key_slots: int, config: Any, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor]:
+    """The mask of tokens over the first `key_slots` slots of the buffers.
 
     Returns:
-        None where the model's own causal mask is correct; else `[sequences, 1, new_tokens,
-        key_slots]`, boolean for sdpa and additive for eager attention; a dict by layer type where
-        the model has several.
+        `[sequences, 1, new_tokens, key_slots]`, boolean for sdpa and additive for eager attention;
+        a dict by layer type where the model has several.
     """
-    if chunk.causal:
-        return None
-    device = chunk.slots.device
-    key = torch.arange(chunk.key_slots, device=device)  # [key_slots]
-    query = chunk.slots[:, None, :, None]  # [sequences, 1, new_tokens, 1]
-    start = chunk.starts[:, :, None, None]  # [sequences, 1, 1, 1]
+    device = places.packed.device
+    key = torch.arange(key_slots, device=device)  # [key_slots]
+    start = places.starts[:, None, :, None]  # [sequences, 1, new_tokens, 1]
+    query = start + places.positions[:, None, :, None]
     causal = (key <= query) & (key >= start)  # [sequences, 1, new_tokens, key_slots]
     masks = {}
     for layer_type in sorted(set(layer_types(config))):
@@ -50,7 +54,6 @@ def attention_mask(
             size = config.attention_chunk_size
             mask = causal & ((key - start) // size == (query - start) // size)
         if config._attn_implementation == "eager":
-            zero = torch.zeros((), dtype=dtype, device=device)
-            mask = torch.where(mask, zero, torch.finfo(dtype).min)
+            mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
         masks[layer_type] = mask
     return masks if len(masks) > 1 else next(iter(masks.values()))

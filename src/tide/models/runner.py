@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tide.errors import RangeError, UnsupportedCacheError
-from tide.models.cache import Chunk, WaterlineCache
+from tide.models.cache import WaterlineCache
+from tide.models.chunk import Chunk
 from tide.models.locate import locate, text_config
 from tide.models.refuse import refuse_unsupported
 from tide.models.tokens import TokenBatch
 from tide.stats import LayerCounts
+
+# From the output of layers, `[sequences, new_tokens, hidden]`, and what was noted of the tokens,
+# `[sequences, new_tokens, notes]`, to what is wanted of them.
+Then = Callable[[Tensor, Tensor], Any]
+# Layers `(lo, hi)`, and what follows them.
+Stage = tuple[tuple[int, int], Then]
 
 
 class DepthRunner(ABC):
@@ -64,6 +72,18 @@ class DepthRunner(ABC):
         """
         return WaterlineCache(self.n_layers, sequences, capacity)
 
+    def prepare(self, stages: Sequence[Stage], sequences: int) -> Iterator[tuple[int, int]]:
+        """Get ready for passes over a batch; most runners always are.
+
+        Args:
+            stages: that together are the whole depth.
+            sequences: of the batch.
+
+        Yields:
+            How many parts of that are done, and of how many.
+        """
+        return iter(())
+
     def run(
         self,
         tokens: TokenBatch,
@@ -87,17 +107,34 @@ class DepthRunner(ABC):
             Output of layer `hi - 1`, before the final norm, `[sequences, new_tokens, hidden]`;
             padding is undefined.
         """
+        return self.run_then(None, tokens, (lo, hi), cache=cache, hidden=hidden)[0]
+
+    def run_then(
+        self,
+        then: Then | None,
+        tokens: TokenBatch,
+        layers: tuple[int, int],
+        *,
+        cache: WaterlineCache,
+        hidden: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Run layers `[lo, hi)` as `run` does, and `then` on their output; where compiled, as one.
+
+        Returns:
+            The output of the layers, and what `then` makes of it.
+        """
+        lo, hi = layers
         if (hidden is None) != (lo == 0):
             raise RangeError(
                 f"Got layers [{lo}, {hi}) {'without' if hidden is None else 'with'} a hidden "
                 f"state. Layer 0 starts from the tokens; any other needs the output of the layer "
                 f"below it."
             )
-        out = self._pass(tokens, (lo, hi), cache, hidden)
+        states, result, chunk = self._pass(tokens, layers, cache, hidden, then)
         for layer in range(lo, hi):
             self.counts.calls[layer] += 1
-            self.counts.tokens[layer] += out.chunk.tokens
-        return out.hidden
+            self.counts.tokens[layer] += chunk.tokens
+        return states, result
 
     def fill_kv(
         self, tokens: TokenBatch, lo: int, hi: int, *, cache: WaterlineCache, hidden: Tensor
@@ -107,9 +144,9 @@ class DepthRunner(ABC):
         Takes what `run` takes; `hidden`, `[sequences, new_tokens, hidden]`, is the state in which
         the tokens exited.
         """
-        out = self._pass(tokens, (lo, hi), cache, hidden, fill=True)
+        *_, chunk = self._pass(tokens, (lo, hi), cache, hidden, fill=True)
         for layer in range(lo, hi):
-            self.counts.fills[layer] += out.chunk.tokens
+            self.counts.fills[layer] += chunk.tokens
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -133,10 +170,15 @@ class DepthRunner(ABC):
         return [token for piece in pieces for token in self.logits(piece).argmax(-1).tolist()]
 
     @abstractmethod
-    def _forward(
-        self, ids: Tensor, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache
-    ) -> Tensor:
+    def _forward(self, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache) -> Tensor:
         """Run the layers of the chunk; their output, or `hidden` itself if they only fill KV."""
+
+    def _forward_then(
+        self, then: Then | None, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache
+    ) -> tuple[Tensor, Any]:
+        """Run the layers of the chunk, and `then` on their output."""
+        states = self._forward(hidden, chunk, cache)
+        return states, None if then is None else then(states, chunk.places.notes)
 
     @torch.no_grad()
     def _pass(
@@ -145,19 +187,20 @@ class DepthRunner(ABC):
         layers: tuple[int, int],
         cache: WaterlineCache,
         hidden: Tensor | None,
+        then: Then | None = None,
         *,
         fill: bool = False,
-    ) -> _Output:
+    ) -> tuple[Tensor, Any, Chunk]:
         self._check(tokens, layers, cache, hidden)
-        chunk = cache.open(tokens, layers, fill=fill)
+        chunk = cache.open(tokens, layers, fill=fill, device=self.input_device)
         done = False
         try:
-            given = None if hidden is None else tokens.zero_padding(hidden)
-            out = self._forward(tokens.ids, given, chunk, cache)
+            given = None if hidden is None else chunk.zero_padding(hidden)
+            states, result = self._forward_then(then, given, chunk, cache)
             done = True
         finally:
             cache.close(done=done)
-        return _Output(out, chunk)
+        return states, result, chunk
 
     def _check(
         self, tokens: TokenBatch, layers: tuple[int, int], cache: Any, hidden: Tensor | None
@@ -192,13 +235,6 @@ class DepthRunner(ABC):
                 )
 
 
-class _Output:
-    """What a pass gave, and the chunk that it was."""
-
-    def __init__(self, hidden: Tensor, chunk: Chunk) -> None:
-        self.hidden, self.chunk = hidden, chunk
-
-
 def position_limit(config: Any) -> int | None:
     """Tokens beyond which rotary frequencies depend on the length of a pass: longrope, dynamic."""
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -215,18 +251,22 @@ def first_tensor(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def scale_logits(config: Any, logits: Tensor) -> Tensor:
-    """What some families do to the head's output.
-
-    The self-check proves it against the model's own logits.
-    """
+def logit_scales(config: Any) -> tuple[float, float]:
+    """What some families do to the head's output: a factor, and a soft cap; 0 for none."""
     multiplier = getattr(config, "logit_scale", None)  # Cohere
     divisor = getattr(config, "logits_scaling", None)  # Granite
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
-    if multiplier is not None:
+    return (1.0 if multiplier is None else multiplier) / (divisor or 1.0), cap or 0.0
+
+
+def scale_logits(config: Any, logits: Tensor) -> Tensor:
+    """Logits as the model gives them, from the head's output.
+
+    The self-check proves it against the model's own logits.
+    """
+    multiplier, cap = logit_scales(config)
+    if multiplier != 1:
         logits = logits * multiplier
-    if divisor is not None:
-        logits = logits / divisor
-    if cap is not None:
+    if cap:
         logits = torch.tanh(logits / cap) * cap
     return logits

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from tide.errors import UnsupportedModelError
-from tide.models.cache import Chunk, WaterlineCache
+from tide.models.cache import WaterlineCache
+from tide.models.chunk import Chunk, Places
 from tide.models.families import EMBEDDING_SCALES, LEARNED_POSITIONS
 from tide.models.kvfill import call_until_written
 from tide.models.layer_shim import LayerShim
@@ -40,23 +42,10 @@ class SegmentRunner(DepthRunner):
         self._segments: dict[tuple[int, int, bool], tuple[list[Any], nn.Module]] = {}
         self._returns_tuple = self._layers_return_tuples()
 
-    def _forward(
-        self, ids: Tensor, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache
-    ) -> Tensor:
-        return self._call(self._segment(chunk.lo, chunk.hi, chunk.fill), ids, hidden, cache)
-
-    def _call(
-        self, segment: nn.Module, ids: Tensor, hidden: Tensor | None, cache: WaterlineCache
-    ) -> Tensor:
-        inputs = {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
-        output = segment(
-            **inputs,
-            attention_mask=attention_mask(cache.chunk, self.config, self.model.dtype),
-            position_ids=cache.chunk.positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        return output[0]
+    def _forward(self, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache) -> Tensor:
+        mask = attention_mask(chunk, self.config, self.model.dtype)
+        segment = self._segment(chunk.lo, chunk.hi, chunk.fill)
+        return call_segment(segment, chunk.places, hidden, mask, cache)
 
     def _segment(self, lo: int, hi: int, fill: bool) -> nn.Module:
         """The segment of some layers; made anew where something of the decoder was replaced.
@@ -92,10 +81,29 @@ class SegmentRunner(DepthRunner):
 
         segment = make_segment(self.parts, self.config, 0, [LayerShim(self.parts.layers[0], note)])
         tokens = TokenBatch(torch.zeros(1, 1, dtype=torch.long, device=self.input_device))
-        cache = self.new_cache(1)
-        cache.open(tokens, (0, 1))
-        self._call(segment, tokens.ids, None, cache)
+        cache = WaterlineCache(self.n_layers, sequences=1)
+        call_segment(segment, cache.open(tokens, (0, 1)).places, None, None, cache)
         return seen == [True]
+
+
+def call_segment(
+    segment: nn.Module, places: Places, hidden: Tensor | None, mask: Any, cache: Cache
+) -> Tensor:
+    """Output of a segment's last layer, `[sequences, new_tokens, hidden]`; KV goes to `cache`.
+
+    Args:
+        hidden: output of the layer below; None for the first segment.
+        mask: in the form that the model takes.
+    """
+    inputs = {"input_ids": places.ids} if hidden is None else {"inputs_embeds": hidden}
+    output = segment(
+        **inputs,
+        attention_mask=mask,
+        position_ids=places.positions,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return output[0]
 
 
 def make_segment(parts: Parts, config: Any, lo: int, run: Sequence[nn.Module]) -> nn.Module:

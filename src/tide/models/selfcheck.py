@@ -76,6 +76,16 @@ def self_check(runner: DepthRunner) -> list[float]:
     return errors
 
 
+def require_equal(model: Any, what: str, got: Tensor, expected: Tensor) -> None:
+    """Raise if states, `[tokens, hidden]`, differ from what they must be by more than rounding."""
+    error, tolerance = _relative_error(got, expected), _TOLERANCE.get(model.dtype, _HALF_TOLERANCE)
+    if not error <= tolerance:
+        raise SelfCheckError(
+            f"{model.__class__.__name__}: {what} differ from the uncompiled ones (relative error "
+            f"{error:.2g}, allowed {tolerance:.2g} in {model.dtype})."
+        )
+
+
 def _by_ranges(
     runner: DepthRunner, sequences: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], Tensor]:

@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from tide.models.cache import Chunk, WaterlineCache
+from tide.models.cache import WaterlineCache
+from tide.models.chunk import Chunk
 from tide.models.kvfill import call_until_written
 from tide.models.layer_shim import LayerShim
 from tide.models.masks import attention_mask
@@ -76,9 +77,7 @@ class ShimRunner(DepthRunner):
         self._returns_tuple = False
         self._learn_return_type()
 
-    def _forward(
-        self, ids: Tensor, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache
-    ) -> Tensor:
+    def _forward(self, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache) -> Tensor:
         layers = self.parts.layers
         with self.lock:
             running = self._running = _Pass(chunk, hidden, threading.get_ident())
@@ -90,9 +89,9 @@ class ShimRunner(DepthRunner):
             layers.__class__ = _ShimList
             try:
                 self.parts.decoder(
-                    input_ids=ids,
+                    input_ids=chunk.places.ids,
                     attention_mask=attention_mask(chunk, self.config, self.model.dtype),
-                    position_ids=chunk.positions,
+                    position_ids=chunk.places.positions,
                     past_key_values=cache,
                     use_cache=True,
                 )

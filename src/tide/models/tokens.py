@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
+
+NOTES = 5  # whole numbers that are noted of a token
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """Tokens that run together, one line for each sequence, padded to one length.
+
+    They are best kept on the host, where passes are planned.
 
     Attributes:
         ids: token ids, `[sequences, new_tokens]`.
@@ -18,17 +23,11 @@ class TokenBatch:
         positions: position of each token in its sequence, `[sequences, new_tokens]`; None for the
             positions after the tokens that have passed. Decides what a token attends to and where
             its KV goes.
+        notes: whole numbers for what follows the layers, `[sequences, new_tokens, NOTES]`; None for
+            zeros. The first is 1 where something is wanted of a token.
     """
 
     ids: Tensor
     valid: Tensor | None = None
     positions: Tensor | None = None
-
-    def zero_padding(self, hidden: Tensor) -> Tensor:
-        """`hidden`, `[sequences, new_tokens, hidden]`, with zeros at padding.
-
-        Padding may hold anything, and a NaN would spread through the masked KV.
-        """
-        if self.valid is None:
-            return hidden
-        return hidden.masked_fill(~self.valid.bool()[..., None].to(hidden.device), 0)
+    notes: np.ndarray | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from vllm.distributed import (
@@ -19,11 +20,13 @@ from vllm.forward_context import ForwardContext
 
 from tide.errors import ArtifactError, UnsupportedModelError
 from tide.exits.artifact import Checkpoint
+from tide.exits.gate import ExitGate, OpenGate, note
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
-from tide.exits.policy import Candidates, GatePolicy, Policy, ScriptedPolicy, TokenPosition
+from tide.exits.policy import ScriptedPolicy, TokenPosition
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
+from tide.models.tokens import NOTES
 from tide.vllm.history import History
 from tide.vllm.metadata import Requests, block_size, requests_of
 from tide.vllm.settings import Settings
@@ -40,7 +43,8 @@ class Gates:
 
     Attributes:
         checkpoints: the checkpoints in use, by depth; those with unreachable thresholds are not.
-        policy: decides which tokens exit.
+        gates: of the checkpoints.
+        script: which requests may exit where; None if all may.
         history: the tokens of the requests; None if no gate needs them.
     """
 
@@ -48,7 +52,8 @@ class Gates:
         self, model: Any, attention: Sequence[Any], vllm_config: Any, settings: Settings
     ) -> None:
         self.checkpoints: list[Checkpoint]
-        self.policy: Policy
+        self.gates: list[ExitGate]
+        self.script: ScriptedPolicy | None = None
         self._readout: Readout | None = None
         self._table: ContinuationTable | None = None
         self.history: History | None = None
@@ -59,7 +64,8 @@ class Gates:
         if settings.script is not None:
             half = len(model.model.layers) // 2 - 1
             self.checkpoints = [Checkpoint(half, ExitHead("identity", config.hidden_size))]
-            self.policy = ScriptedPolicy.share(settings.script)
+            self.script = ScriptedPolicy.share(settings.script)
+            self.gates = [OpenGate(self.checkpoints[0].head, None)]
             return
         made, checkpoints, scale = settings.load(vllm_config)
         self.checkpoints = [c for c in checkpoints if not c.thresholds.scaled(scale).unreachable]
@@ -71,12 +77,12 @@ class Gates:
         if made.vocabulary is not None:
             head.weight = None  # the readout has copied the part that it needs
         self._table = ContinuationTable(made.table) if made.table else None
-        self.policy = GatePolicy(
-            [checkpoint.router for checkpoint in self.checkpoints],
-            [checkpoint.thresholds.scaled(scale) for checkpoint in self.checkpoints],
-            [checkpoint.confidence_model for checkpoint in self.checkpoints],
-            self._readout.tokens,
-        )
+        self.gates = [
+            ExitGate(
+                c.head, self._readout, c.thresholds.scaled(scale), c.router, c.confidence_model
+            )
+            for c in self.checkpoints
+        ]
 
     def _require(self, checkpoint: Checkpoint) -> None:
         """Raise for a checkpoint whose gate cannot run here."""
@@ -127,18 +133,15 @@ class Gates:
     def _decide(
         self, number: int, states: Tensor, candidates: Sequence[int], requests: Requests
     ) -> list[int]:
-        head, lengths = self.checkpoints[number].head, requests.lengths.tolist()
-        found = Candidates(
-            states,
-            [TokenPosition(request, lengths[request]) for request in candidates],
-            lambda chosen: self._read(head, states[list(chosen)]),
-            lambda chosen: [self._predict(requests, candidates[k]) for k in chosen],
-        )
-        return self.policy.decide(number, found, with_logits=False).exits
-
-    def _read(self, head: ExitHead, states: Tensor) -> Tensor:
-        assert self._readout is not None
-        return self._readout(head.transform(states))
+        gate, lengths = self.gates[number], requests.lengths.tolist()
+        notes = []
+        for request in candidates:
+            at = TokenPosition(request, lengths[request])
+            may = self.script is None or self.script.script(at, number)
+            predicted = self._predict(requests, request) if gate.wants_ngrams else NGramPrediction()
+            notes.append(note(predicted) if may else (0,) * NOTES)
+        decision = gate.decide(states, torch.tensor(notes, device=states.device))
+        return decision.exits.nonzero().squeeze(1).tolist()
 
     def _predict(self, requests: Requests, request: int) -> NGramPrediction:
         return self.history.predict(requests, request) if self.history else NGramPrediction()

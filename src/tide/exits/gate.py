@@ -1,0 +1,128 @@
+"""The gate of a checkpoint, on the device: which tokens exit there, as what, and how sure.
+
+All of it runs where the states are, so that the host waits once, for one small tensor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tide.exits.confidence import ConfidenceModel, gather_features
+from tide.exits.heads import ExitHead, Readout
+from tide.exits.ngrams import NGramPrediction
+from tide.exits.routers import TokenRouter
+from tide.exits.thresholds import Thresholds
+
+
+def note(predicted: NGramPrediction) -> tuple[int, ...]:
+    """What a gate is told of a token that may exit, `NOTES` numbers; of others, zeros."""
+    chance = round(255 * predicted.chance)
+    return 1, predicted.context, predicted.matched, predicted.table, chance
+
+
+class DecisionBatch(NamedTuple):
+    """What a gate decides for tokens, `[...]` each.
+
+    Attributes:
+        exits: whether a token exits.
+        tokens: what the exit head predicts, as token ids; undefined for tokens that do not exit.
+        scores: the confidence, for the record; NaN where none was computed.
+    """
+
+    exits: Tensor
+    tokens: Tensor
+    scores: Tensor
+
+    def pack(self) -> Tensor:
+        """As one tensor, `[..., 3]`: the host is to wait for one copy only."""
+        # Token ids are whole numbers below 2 ** 24, which float32 holds exactly.
+        return torch.stack([self.exits.float(), self.tokens.float(), self.scores.float()], -1)
+
+
+class ExitGate(nn.Module):
+    """The gate in stages: a logit-free router first; the exit head only for tokens that pass it.
+
+    Args:
+        head: of the checkpoint.
+        readout: from its states to tokens; None if nobody wants to know the tokens.
+        thresholds: a token exits if it passes all that are set.
+        router, confidence_model: None where there is none.
+    """
+
+    def __init__(
+        self,
+        head: ExitHead,
+        readout: Readout | None,
+        thresholds: Thresholds,
+        router: TokenRouter | None = None,
+        confidence_model: ConfidenceModel | None = None,
+    ) -> None:
+        super().__init__()
+        for part, module in (("router", router), ("confidence", confidence_model)):
+            if module is None and getattr(thresholds, part) is not None:
+                what = {"router": "router", "confidence": "confidence model"}[part]
+                raise ValueError(f"there is a {part} threshold but no {what}")
+        self.head, self.readout, self.thresholds = head, readout, thresholds
+        self.confidence_model = confidence_model if thresholds.confidence is not None else None
+        wants_router = thresholds.router is not None or self.confidence_model is not None
+        self.router = router if wants_router else None
+
+    @property
+    def wants_ngrams(self) -> bool:
+        """Whether n-gram predictions count."""
+        features = self.confidence_model.features if self.confidence_model is not None else ()
+        return "context" in features or "table" in features
+
+    def forward(self, states: Tensor, notes: Tensor) -> Tensor:
+        """Decide for tokens.
+
+        Args:
+            states: at the checkpoint, `[..., hidden]`.
+            notes: of each token, `[..., NOTES]`.
+
+        Returns:
+            A packed `DecisionBatch`, `[..., 3]`.
+        """
+        shape = states.shape[:-1]
+        decision = self.decide(states.flatten(0, -2), notes.flatten(0, -2).to(states.device))
+        return decision.pack().unflatten(0, shape)
+
+    def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
+        """Decide for tokens, `[n, hidden]` and `[n, NOTES]`."""
+        wanted = self.thresholds
+        exits = notes[:, 0] != 0
+        scores = torch.full_like(states[:, 0], torch.nan, dtype=torch.float32)
+        routed: Tensor | None = None
+        if self.router is not None:
+            routed = self.router.logit(states.to(self.router.up.weight)).float()
+            if wanted.router is not None:
+                scores = routed.sigmoid()
+                exits = exits & (scores >= wanted.router)
+        if self.readout is None:
+            return DecisionBatch(exits, torch.zeros_like(notes[:, 0]), scores)
+        tokens, tops = self.readout.top(self.head.transform(states), exits)
+        if self.confidence_model is not None and wanted.confidence is not None:
+            features = gather_features(
+                self.confidence_model.features, tops, tokens, routed, notes[:, 1:]
+            )
+            confidence = self.confidence_model(features.to(self.confidence_model.mean))
+            scores = torch.where(exits, confidence.to(scores), scores)
+            exits = exits & (scores >= wanted.confidence)
+        if wanted.top_probability is not None:
+            exits = exits & (tops[:, 0].exp() >= wanted.top_probability)
+        return DecisionBatch(exits, tokens, scores)
+
+
+class OpenGate(ExitGate):
+    """Lets every token exit that may: who may is decided on the host."""
+
+    def __init__(self, head: ExitHead, readout: Readout | None) -> None:
+        super().__init__(head, readout, Thresholds())
+
+    def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
+        """See `Gate.decide`."""
+        decision = super().decide(states, notes)
+        return decision._replace(scores=decision.exits.float())

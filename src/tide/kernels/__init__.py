@@ -1,0 +1,1 @@
+"""Operations on the device that graphs are built with. Knows no model."""

@@ -1,0 +1,211 @@
+"""Compiled segments: the layers of a segment, and what follows them, as one graph each.
+
+A graph takes the buffers of the cache as they are, so no host number enters it. The numbers of
+sequences, tokens and slots are symbols in it; only 1 is compiled for itself, as `torch.compile`
+does, and is what decoding runs most. So there is one graph for one token and one for several, for
+one sequence and for several, and no step compiles anything anew.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tide.models.cache import WaterlineCache
+from tide.models.chunk import Chunk, Places
+from tide.models.fixed import FixedCache, GraphCache
+from tide.models.masks import explicit_mask
+from tide.models.runner import Stage, Then
+from tide.models.segments import SegmentRunner, call_segment
+from tide.models.selfcheck import require_equal
+from tide.models.tokens import TokenBatch
+
+LONGEST = 16  # new tokens of a sequence in a compiled pass; longer ones, as prompts are, are not
+_SEVERAL = 3, 5  # sequences and tokens with which "several" is compiled; any others will do
+_PROMPT = 7  # tokens of the prompts on which graphs are proven
+
+# From packed places, hidden states, keys and values to states and what follows from them.
+Graph = Callable[[Tensor, Tensor | None, list[Tensor], list[Tensor]], tuple[Tensor, Any]]
+
+
+class CompileWarning(UserWarning):
+    """A model runs uncompiled although it was to be compiled."""
+
+
+@dataclass(frozen=True)
+class CompiledStage:
+    """A segment and what follows it, compiled.
+
+    Attributes:
+        lo, hi: its layers.
+        then: what follows them.
+        segment: what was compiled; where the model was changed since, it is another one.
+        graph: what it was compiled to.
+    """
+
+    lo: int
+    hi: int
+    then: Then
+    segment: nn.Module
+    graph: Graph
+
+    def run(self, packed: Tensor, hidden: Tensor | None, cache: FixedCache) -> tuple[Tensor, Any]:
+        """Run tokens through the layers; KV goes to the cache's buffers, which have the room."""
+        keys, values = cache.buffers(self.lo, self.hi)
+        for tensor in (packed, hidden):
+            if tensor is not None:
+                _mark_dynamic(tensor, 0, 1)
+        for tensor in (*keys, *values):
+            _mark_dynamic(tensor, 0, 2)
+        return self.graph(packed, hidden, keys, values)
+
+
+class CompiledRunner(SegmentRunner):
+    """Runs depth ranges as compiled segments, and what is not compiled as segments.
+
+    Nothing is compiled before `prepare`.
+    """
+
+    name = "compiled segments"
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        # By whether there is one sequence, and one token of each: the stages, by depth.
+        self._stages: dict[tuple[bool, bool], list[CompiledStage]] = {}
+        self._failed = False
+
+    def new_cache(self, sequences: int, capacity: int | None = None) -> FixedCache:
+        """An empty cache; see `DepthRunner.new_cache`."""
+        return FixedCache(self.n_layers, sequences, capacity)
+
+    def prepare(self, stages: Sequence[Stage], sequences: int) -> Iterator[tuple[int, int]]:
+        """Compile what a batch needs, and prove each graph equal to the uncompiled segment.
+
+        Where that fails, all runs as segments, with a warning. See `DepthRunner.prepare`.
+        """
+        # A batch ends with one sequence, when all others have ended.
+        shapes = [(one, token) for one in {True, sequences == 1} for token in (True, False)]
+        wanted = [shape for shape in shapes if shape not in self._stages]
+        if self._failed or not wanted:
+            return
+        total, done = len(wanted) * len(stages), 0
+        yield done, total
+        for shape in wanted:
+            try:
+                made = []
+                for stage in self._compile(stages, *shape):
+                    made.append(stage)
+                    done += 1
+                    yield done, total
+                self._stages[shape] = made
+            except Exception as error:  # whatever a compiler may raise
+                self._failed = True
+                self._stages.clear()
+                reason = str(error).strip().split("\n")[0]
+                warnings.warn(
+                    f"{self.model.__class__.__name__} runs uncompiled, since compiling it failed "
+                    f"with {type(error).__name__}: {reason} The output is the same; only speed is "
+                    "lost. Omit compile=True to silence this warning.",
+                    CompileWarning,
+                    stacklevel=2,
+                )
+                return
+
+    def _forward_then(
+        self, then: Then | None, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache
+    ) -> tuple[Tensor, Any]:
+        stages = self._find(chunk, cache)
+        if not stages or then not in (None, stages[-1].then):
+            return super()._forward_then(then, hidden, chunk, cache)
+        assert isinstance(cache, FixedCache)
+        cache.reserve(chunk.spare + 1)
+        result = None
+        for stage in stages:
+            # What follows a segment is told of no token, unless it is wanted.
+            told = then is not None and stage is stages[-1]
+            packed = chunk.places.packed if told else chunk.places.without_notes()
+            hidden, result = stage.run(packed, hidden, cache)
+        assert hidden is not None
+        return hidden, result
+
+    def _find(self, chunk: Chunk, cache: WaterlineCache) -> list[CompiledStage]:
+        """The stages that a pass runs through; none if it is not compiled."""
+        sequences, new_tokens = chunk.places.packed.shape[:2]
+        fits = isinstance(cache, FixedCache) and cache.allocated and new_tokens <= LONGEST
+        if chunk.fill or not fits:
+            return []
+        stages = [
+            stage
+            for stage in self._stages.get((sequences == 1, new_tokens == 1), ())
+            if chunk.lo <= stage.lo and stage.hi <= chunk.hi
+        ]
+        whole = stages and (stages[0].lo, stages[-1].hi) == (chunk.lo, chunk.hi)
+        current = all(s.segment is self._segment(s.lo, s.hi, False) for s in stages)
+        return stages if whole and current else []
+
+    @torch.no_grad()
+    def _compile(self, stages: Sequence[Stage], one: bool, token: bool) -> Iterator[CompiledStage]:
+        """Compile stages for one or several sequences and tokens, and prove each."""
+        sequences, new_tokens = 1 if one else _SEVERAL[0], 1 if token else _SEVERAL[1]
+        generator = torch.Generator().manual_seed(0)
+        size = (sequences, _PROMPT + new_tokens)
+        ids = torch.randint(0, self.config.vocab_size, size, generator=generator)
+        valid = torch.ones(sequences, new_tokens, dtype=torch.bool)
+        valid[1:, 1:] = False  # sequences of different lengths
+        tokens = TokenBatch(ids[:, _PROMPT:], valid)
+        expected, got = (self.new_cache(sequences) for _ in range(2))
+        counts, self.counts = self.counts, type(self.counts).zeros(self.n_layers)
+        for cache in (expected, got):
+            self.run(TokenBatch(ids[:, :_PROMPT]), 0, self.n_layers, cache=cache)
+        hidden: Tensor | None = None
+        # On a GPU, CUDA graphs: there the host is what a step waits for.
+        mode = "reduce-overhead" if self.input_device.type == "cuda" else None
+        for (lo, hi), then in stages:
+            segment = self._segment(lo, hi, False)
+            uncompiled = make_pass(segment, lo, self.config, self.model.dtype, then)
+            graph = torch.compile(uncompiled, fullgraph=True, dynamic=False, mode=mode)
+            stage = CompiledStage(lo, hi, then, segment, graph)
+            chunk = got.open(tokens, (lo, hi), device=self.input_device)
+            got.reserve(chunk.spare + 1)
+            states, _ = stage.run(chunk.places.packed, hidden, got)
+            got.close(done=True)
+            hidden = self.run(tokens, lo, hi, cache=expected, hidden=hidden)
+            what = f"compiled layers {lo} to {hi - 1}"
+            require_equal(self.model, what, states[valid], hidden[valid])
+            for layer in range(lo, hi):
+                for s in range(sequences):
+                    pairs = zip(got.read(layer, s), expected.read(layer, s), strict=True)
+                    for own, reference in pairs:
+                        require_equal(self.model, what, own.flatten(1), reference.flatten(1))
+            yield stage
+        self.counts = counts
+
+
+def make_pass(segment: nn.Module, lo: int, config: Any, dtype: torch.dtype, then: Then) -> Graph:
+    """The pass that is compiled: nothing in it depends on the host."""
+
+    def run(
+        packed: Tensor, hidden: Tensor | None, keys: list[Tensor], values: list[Tensor]
+    ) -> tuple[Tensor, Any]:
+        places = Places(packed)
+        mask = explicit_mask(places, keys[0].shape[2], config, dtype)
+        cache = GraphCache(places, lo, keys, values)
+        states = call_segment(segment, places, hidden, mask, cache)
+        return states, then(states, places.notes)
+
+    # Graphs are kept by code object, a few for each. A pass without a code of its own would meet
+    # the graphs of all others.
+    code = run.__code__.replace(co_name=f"run_from_{lo}")
+    return types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+
+
+def _mark_dynamic(tensor: Tensor, *dims: int) -> None:
+    for dim in dims:
+        if tensor.shape[dim] > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)

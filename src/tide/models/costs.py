@@ -1,0 +1,97 @@
+"""What passes cost on this device, measured: the one clock that all others go by."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tide.models.runner import DepthRunner, Stage
+from tide.models.tokens import NOTES, TokenBatch
+
+LENGTHS = (1, 2, 4, 8)  # new tokens of each sequence for which passes are timed
+_CONTEXT = 64
+_REPEATS = 2, 5  # at least, however long they take, and at most
+
+
+@torch.no_grad()
+def measure_passes(
+    runner: DepthRunner,
+    stages: Sequence[Stage],
+    sequences: int = 1,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    wanted: bool = True,
+    seconds: float = 1.0,
+) -> dict[int, list[float]]:
+    """Median seconds of each stage, by new tokens of each sequence, after a short prompt.
+
+    Args:
+        runner: attached to the model, ready for such a batch.
+        stages: that together are the whole depth.
+        sequences: of the batch.
+        lengths: new tokens of each sequence.
+        wanted: whether gates and the target head are to read the tokens.
+        seconds: after which no more repeats are begun.
+    """
+    context = min(_CONTEXT, runner.config.max_position_embeddings - max(lengths))
+    generator = torch.Generator().manual_seed(0)
+    shape = (sequences, context + max(lengths))
+    ids = torch.randint(0, runner.config.vocab_size, shape, generator=generator)
+    counts, runner.counts = runner.counts, type(runner.counts).zeros(runner.n_layers)
+    cache = runner.new_cache(sequences)
+    runner.run(TokenBatch(ids[:, :context]), 0, runner.n_layers, cache=cache)
+
+    def timed(length: int) -> list[float]:
+        notes = np.zeros((sequences, length, NOTES), np.int64)
+        notes[..., 0] = wanted
+        tokens = TokenBatch(ids[:, context : context + length], notes=notes)
+        cache.rollback([context] * sequences)
+        hidden, times = None, []
+        for layers, then in stages:
+            synchronize()
+            began = time.perf_counter()
+            hidden, _ = runner.run_then(then, tokens, layers, cache=cache, hidden=hidden)
+            synchronize()
+            times.append(time.perf_counter() - began)
+        return times
+
+    repeats: dict[int, list[list[float]]] = {length: [] for length in lengths}
+    began = time.perf_counter()
+    least, most = _REPEATS
+    for done in range(most + 1):
+        for length in lengths:
+            times = timed(length)
+            if done:  # the first is to warm up
+                repeats[length].append(times)
+        if done >= least and time.perf_counter() - began > seconds:
+            break
+    runner.counts = counts
+    return {
+        length: [statistics.median(times) for times in zip(*some, strict=True)]
+        for length, some in repeats.items()
+    }
+
+
+def medians(parts: dict[str, Callable[[], Any]], *, repeats: int = 10) -> dict[str, float]:
+    """Median seconds of each part, timed in turn so that all see the same load."""
+    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    for repeat in range(-2, repeats):
+        for name, run in parts.items():
+            synchronize()
+            began = time.perf_counter()
+            run()
+            synchronize()
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def synchronize() -> None:
+    """Wait for an accelerator to finish its queue, so that work is timed where it belongs."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

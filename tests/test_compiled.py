@@ -1,0 +1,307 @@
+"""Compiled segments: equal to the reference, one graph for every shape, and few waits of the host.
+
+Tiny models; compiling takes some seconds for each family.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from scenarios import SCENARIOS, cuts, error, full_depth
+from test_generate import GREEDY, POLICIES, artifact, prompts
+from tide.config import TIDEConfig
+from tide.decode.loop import DecodeLoop
+from tide.engine import TIDE
+from tide.exits.policy import ScriptedPolicy
+from tide.models.attach import attach
+from tide.models.compiled import CompiledRunner, CompiledStage, CompileWarning, make_pass
+from tide.models.fixed import FixedCache, bucket
+from tide.models.segments import SegmentRunner
+from tide.models.tokens import TokenBatch
+from tiny import FAMILIES, VOCABULARY, tiny_model
+
+# Inductor takes seconds for each graph, so CI has it for one family, and for the others what comes
+# before it: the same graphs, not fused. TIDE_TEST_INDUCTOR=1 has it for all.
+INDUCTOR = list(FAMILIES) if os.environ.get("TIDE_TEST_INDUCTOR") else ["llama"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def not_fused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
+def random_ids(sequences: int, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, VOCABULARY, (sequences, tokens), generator=generator)
+
+
+def no_more(states: Tensor, notes: Tensor) -> Tensor:
+    return notes[..., 0]
+
+
+def prepared(model: Any, *, one: bool = False) -> CompiledRunner:
+    """A runner that is compiled for one sequence or for several."""
+    runner = CompiledRunner(model)
+    stages = [(layers, no_more) for layers in cuts(runner)]
+    for token in (True, False):
+        runner._stages[one, token] = list(runner._compile(stages, one, token))
+    return runner
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_segments_equal_the_full_forward(
+    family: str, monkeypatch: Any, request: Any
+) -> None:
+    if family not in INDUCTOR:
+        request.getfixturevalue("not_fused")
+    model = tiny_model(family)
+    runner = prepared(model)
+    uncompiled: list[int] = []
+    forward = SegmentRunner._forward
+
+    def counted(self: Any, hidden: Any, chunk: Any, cache: Any) -> Tensor:
+        uncompiled.append(chunk.tokens)
+        return forward(self, hidden, chunk, cache)
+
+    monkeypatch.setattr(SegmentRunner, "_forward", counted)
+    for name, scenario in SCENARIOS.items():
+        uncompiled.clear()
+        for ids, got in scenario(runner, random_ids(2, 12)):
+            assert error(got, full_depth(model, runner, ids)[-len(got) :]) <= 1e-5, name
+        assert len(uncompiled) == len(cuts(runner)), name  # the prompts only
+
+
+def compiled_engine(model: Any, mode: str, policy: str = "random", **config: Any) -> TIDE:
+    """An engine with scripted exits and as many drafts as allowed."""
+    script, head = POLICIES[policy]
+    made = TIDE(
+        model,
+        artifact(head),
+        TIDEConfig(mode=mode, min_layers=0, **config),
+        policy=ScriptedPolicy(script),
+        allow_mismatch=True,
+        compile=True,
+    )
+    made.drafter.fixed = True
+    return made
+
+
+@pytest.mark.usefixtures("not_fused")
+def test_every_mode_gives_the_same_tokens_and_nothing_is_compiled_in_200_steps() -> None:
+    """Mixed chunk lengths, exits, rollbacks, sequences that end, buffers that grow."""
+    model = tiny_model("llama", max_position_embeddings=1024)
+    kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 240, "eos_token_id": [5, 40]}
+    kwargs |= {"repetition_penalty": 1.05}
+    for mode in ("off", "lossless", "exit"):
+        engine = compiled_engine(model, mode)
+        assert engine.runner.name == "compiled segments"
+        first = {**kwargs, "max_new_tokens": 8}
+        engine.generate(**first)  # compiles
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert before > 0
+        uncompiled = TIDE(
+            model, artifact(), engine.config, policy=ScriptedPolicy(POLICIES["random"][0]),
+            allow_mismatch=True,
+        )  # fmt: skip
+        uncompiled.drafter.fixed = True
+        steps = 0
+        for seed in range(3):
+            ids = prompts(4)["input_ids"].roll(seed, dims=1)
+            own = {**kwargs, "input_ids": ids}
+            if seed == 1:
+                own["eos_token_id"] = None
+            assert torch.equal(engine.generate(**own), uncompiled.generate(**own)), mode
+            steps += engine.last_stats.steps
+        assert steps >= 200 or mode != "off"
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before, mode
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+
+class Waits(TorchDispatchMode):
+    """Counts where the host would wait for a device, and what is sent to it."""
+
+    waiting = (
+        torch.ops.aten._local_scalar_dense.default,
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.masked_select.default,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.waiting:
+            self.counts[str(func)] += 1
+        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+            masks = [i for i in args[1] if i is not None and i.dtype == torch.bool]
+            self.counts["boolean mask"] += len(masks)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("not_fused")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize(("mode", "drafts"), [("exit", ("context",)), ("lossless", ("context",))])
+def test_the_host_waits_once_for_each_segment_run(
+    mode: str, drafts: tuple[str, ...], sequences: int, compiled: bool, monkeypatch: Any
+) -> None:
+    """With three checkpoints: one small copy for each segment run, and one upload."""
+    model = tiny_model("llama")
+    made = artifact()
+    made.checkpoints.append(type(made.checkpoints[0])(4, made.checkpoints[0].head))
+    if mode == "lossless":
+        made = None
+    engine = TIDE(
+        model, made, TIDEConfig(mode=mode, min_layers=0, drafts=drafts),
+        policy=None if made is None else ScriptedPolicy(POLICIES["random"][0]),
+        allow_mismatch=True, compile=compiled,
+    )  # fmt: skip
+    engine.drafter.fixed = True
+    ids = torch.arange(10, 14).repeat(sequences, 3)  # repeats, so drafts are accepted
+    kwargs = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
+    engine.generate(ids, **kwargs)
+    waits, counts = Waits(), Counter[str]()
+    step, to_list, run_then = DecodeLoop.step, Tensor.tolist, type(engine.runner).run_then
+    from tide.models import chunk as chunks
+
+    upload = chunks.upload
+
+    def counted(self: DecodeLoop) -> None:
+        before = sum(waits.counts.values()) + counts["lists"], counts["runs"], counts["uploads"]
+        with waits:
+            counts["counting"] = 1
+            step(self)
+            counts["counting"] = 0
+        after = sum(waits.counts.values()) + counts["lists"], counts["runs"], counts["uploads"]
+        found, runs, uploads = (b - a for a, b in zip(before, after, strict=True))
+        assert found <= runs + 1, waits.counts
+        assert uploads == runs
+        counts["steps"] += 1
+
+    def listed(tensor: Tensor) -> Any:
+        counts["lists"] += counts["counting"]
+        return to_list(tensor)
+
+    def ran(self: Any, *args: Any, **options: Any) -> Any:
+        counts["runs"] += 1
+        return run_then(self, *args, **options)
+
+    def uploaded(*args: Any) -> Tensor:
+        counts["uploads"] += 1
+        return upload(*args)
+
+    run_stage = CompiledStage.run
+
+    def unwatched(self: CompiledStage, *args: Any) -> Any:
+        with _disable_current_modes():  # a graph cannot run under a mode; what is in it, see below
+            return run_stage(self, *args)
+
+    monkeypatch.setattr(CompiledStage, "run", unwatched)
+    monkeypatch.setattr(DecodeLoop, "step", counted)
+    monkeypatch.setattr(Tensor, "tolist", listed)
+    monkeypatch.setattr(type(engine.runner), "run_then", ran)
+    monkeypatch.setattr(chunks, "upload", uploaded)
+    engine.generate(ids, **kwargs)
+    assert counts["steps"] > 5
+    assert not waits.counts["boolean mask"]
+
+
+def test_nothing_in_a_graph_forbids_cuda_graphs() -> None:
+    model = tiny_model("llama")
+    engine = TIDE(model, artifact(), TIDEConfig(min_layers=0), allow_mismatch=True)
+    runner = CompiledRunner(model)
+    cache = runner.new_cache(3)
+    runner.run(TokenBatch(random_ids(3, 6)), 0, runner.n_layers, cache=cache)
+    hidden: Tensor | None = None
+    for (lo, hi), then in engine._machinery.exits.stages(runner.n_layers):
+        chunk = cache.open(TokenBatch(random_ids(3, 2)), (lo, hi))
+        run = make_pass(runner._segment(lo, hi, False), lo, runner.config, model.dtype, then)
+        found = torch._dynamo.explain(run)(chunk.places.packed, hidden, *cache.buffers(lo, hi))
+        assert found.graph_break_count == 0, found.break_reasons
+        assert found.graph_count == 1
+        nodes = found.graphs[0].graph.nodes
+        called = {getattr(node.target, "__name__", str(node.target)) for node in nodes}
+        assert len(called) > 10
+        assert not called & {"item", "nonzero", "tolist", "cpu", "masked_select"}
+        cache.close(done=True)
+        hidden = torch.zeros(3, 2, 32)
+
+
+def test_a_failing_compiler_costs_speed_only(monkeypatch: Any) -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(2), **GREEDY, "eos_token_id": None}
+    expected = model.generate(**kwargs)
+
+    def no_compiler(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("no compiler found")
+
+    monkeypatch.setattr(torch, "compile", no_compiler)
+    engine = TIDE(model, compile=True)
+    with pytest.warns(CompileWarning, match="no compiler found"):
+        assert torch.equal(engine.generate(**kwargs), expected)
+
+
+def test_a_graph_that_is_not_equal_is_not_used(monkeypatch: Any) -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(1), **GREEDY, "eos_token_id": None}
+    expected = model.generate(**kwargs)
+    compile_ = torch.compile
+
+    def wrong(function: Any, **options: Any) -> Any:
+        def run(*args: Any) -> Any:
+            states, result = compile_(function, backend="eager")(*args)
+            return states + 1.0, result
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", wrong)
+    engine = TIDE(model, compile=True)
+    with pytest.warns(CompileWarning, match="differ from the uncompiled ones"):
+        assert torch.equal(engine.generate(**kwargs), expected)
+
+
+@pytest.mark.usefixtures("not_fused")
+def test_a_changed_model_is_not_run_by_an_old_graph() -> None:
+    model = tiny_model("llama")
+    runner = prepared(model, one=True)
+    chunk = runner.new_cache(1).open(TokenBatch(random_ids(1, 1)), (0, 2))
+    cache = runner.new_cache(1)
+    runner.run(TokenBatch(random_ids(1, 4)), 0, 6, cache=cache)
+    assert runner._find(chunk, cache)
+    other = tiny_model("llama", seed=3)
+    model.model.layers[0] = other.model.layers[0]
+    assert not runner._find(chunk, cache)
+
+
+def test_buffers_come_in_few_sizes() -> None:
+    sizes = {bucket(slots) for slots in range(1, 5000)}
+    assert sorted(sizes)[:5] == [128, 192, 256, 384, 512]
+    assert len(sizes) == 12
+    assert all(bucket(slots) >= slots for slots in range(1, 5000))
+
+
+def test_a_runner_that_cannot_be_compiled_says_so() -> None:
+    model = tiny_model("llama")
+    model.model.forward = model.model.forward  # as accelerate's hooks do
+    with pytest.warns(CompileWarning, match="cannot be cut into segments"):
+        assert attach(model, compile=True).name == "shims"
+    del model.model.forward
+    cache = attach(model, compile=True).new_cache(2)
+    assert isinstance(cache, FixedCache)
