@@ -184,11 +184,11 @@ def speed(args: argparse.Namespace) -> None:
     from measure import report
 
     results = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in args.dtypes:
         workers = {"old": Process(args, args.old, dtype), "new": Process(args, None, dtype)}
-        for size in (1, 4):
+        for size in args.batches:
             texts = questions(args.prompts * size)
-            for mode in MODES:
+            for mode in args.modes:
                 rates: dict[str, list[float]] = {name: [] for name in workers}
                 for turn in range(-1, args.prompts):  # the first is to warm up
                     start = max(turn, 0) * size
@@ -230,6 +230,9 @@ def main() -> None:
     parser.add_argument("--old", type=Path, help="speed: src folder of the older commit")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="speed: which")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="speed: which")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help="speed: which")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -16,12 +16,12 @@ from test_threads import CALLS, at_once
 from tide.decode.batch import BatchState
 from tide.decode.loop import DecodeLoop
 from tide.decode.session import DecodeSession
-from tide.models.attach import RUNNERS, attach
+from tide.models.attach import attach
 from tide.models.cache import WaterlineCache
 from tiny import tiny_model
 
 
-@pytest.fixture(params=RUNNERS)
+@pytest.fixture(params=["segments", "shims"])
 def _runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines get this runner."""
     monkeypatch.setattr("tide.engine.attach", partial(attach, runner=request.param))
