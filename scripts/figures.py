@@ -80,6 +80,10 @@ def _compiled(method: str, dtype: str) -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
+    "compiled_cold": lambda: str(
+        _method(read("compiled_cold")["results"]["methods"], "off, compiled")["first_call_seconds"]
+    ),
+    "commits_off": lambda: times(read("commits_speed_off")["results"][0]["speedup_p20_p50_p80"][1]),
     "compiled_fp32": lambda: _compiled("lossless, compiled", "float32"),
     "exits_alone": lambda: times(_exits(drafts=False)["speedup"]),
     "exits_saved": lambda: _saved(_exits(drafts=False)),
