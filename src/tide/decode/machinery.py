@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
@@ -12,7 +13,7 @@ from tide.decode.exit_stage import Exits
 from tide.decode.sequence import SequenceState
 from tide.models.costs import measure_passes
 from tide.models.runner import DepthRunner
-from tide.progress import Tick, bars
+from tide.progress import bars
 
 
 @dataclass
@@ -39,11 +40,12 @@ class Machinery:
         Done at the first batch of each size, with a progress bar.
         """
         stages = self.exits.stages(self.runner.n_layers)
-        with bars(quiet=not sys.stderr.isatty()) as bar:
-            tick: Tick | None = None
-            for done, total in self.runner.prepare(stages, sequences):
-                tick = tick or bar("Compiling")
-                tick(done, total)
+        compiling = self.runner.prepare(stages, sequences)
+        if first := next(compiling, None):  # no bar where there is nothing to wait for
+            with bars(quiet=not sys.stderr.isatty()) as bar:
+                tick = bar("Compiling")
+                for done, total in chain([first], compiling):
+                    tick(done, total)
         drafts = self.config.mode != "off" and self.config.max_draft and self.config.drafts
         if drafts and not self.drafter.fixed and not self.drafter.costs.known(sequences):
             measured = self.costs[sequences] = measure_passes(self.runner, stages, sequences)

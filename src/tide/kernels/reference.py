@@ -10,6 +10,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 
+def scaled(logits: Tensor, multiplier: float, cap: float) -> Tensor:
+    """Logits times a factor, and softly capped; no cap if it is 0."""
+    if multiplier != 1:
+        logits = logits * multiplier
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
 def top_of(logits: Tensor, scores: bool) -> tuple[Tensor, Tensor]:
     """The largest of logits, `[n, v]`, and log-probabilities, as `top_token` returns them."""
     tokens = logits.argmax(-1)
@@ -51,12 +60,7 @@ def top_token(
         some = states[chosen]
         if not len(chosen):
             return torch.zeros(count, dtype=torch.long), torch.zeros(count, 2 if scores else 0)
-    logits = linear(some, weight, bias)
-    if multiplier != 1:
-        logits = logits * multiplier
-    if cap:
-        logits = torch.tanh(logits / cap) * cap
-    tokens, tops = top_of(logits, scores)
+    tokens, tops = top_of(scaled(linear(some, weight, bias), multiplier, cap), scores)
     if chosen is None:
         return tokens, tops
     every = torch.zeros(count, dtype=torch.long).index_copy_(0, chosen, tokens)

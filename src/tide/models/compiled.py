@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,13 +58,7 @@ class CompiledStage:
 
     def run(self, packed: Tensor, hidden: Tensor | None, cache: FixedCache) -> tuple[Tensor, Any]:
         """Run tokens through the layers; KV goes to the cache's buffers, which have the room."""
-        keys, values = cache.buffers(self.lo, self.hi)
-        for tensor in (packed, hidden):
-            if tensor is not None:
-                _mark_dynamic(tensor, 0, 1)
-        for tensor in (*keys, *values):
-            _mark_dynamic(tensor, 0, 2)
-        return self.graph(packed, hidden, keys, values)
+        return self.graph(packed, hidden, *cache.buffers(self.lo, self.hi))
 
 
 class CompiledRunner(SegmentRunner):
@@ -99,10 +94,11 @@ class CompiledRunner(SegmentRunner):
         for shape in wanted:
             try:
                 made = []
-                for stage in self._compile(stages, *shape):
-                    made.append(stage)
-                    done += 1
-                    yield done, total
+                with self.uncounted():
+                    for stage in self._compile(stages, *shape):
+                        made.append(stage)
+                        done += 1
+                        yield done, total
                 self._stages[shape] = made
             except Exception as error:  # whatever a compiler may raise
                 self._failed = True
@@ -160,7 +156,6 @@ class CompiledRunner(SegmentRunner):
         valid[1:, 1:] = False  # sequences of different lengths
         tokens = TokenBatch(ids[:, _PROMPT:], valid)
         expected, got = (self.new_cache(sequences) for _ in range(2))
-        counts, self.counts = self.counts, type(self.counts).zeros(self.n_layers)
         for cache in (expected, got):
             self.run(TokenBatch(ids[:, :_PROMPT]), 0, self.n_layers, cache=cache)
         hidden: Tensor | None = None
@@ -173,6 +168,8 @@ class CompiledRunner(SegmentRunner):
             stage = CompiledStage(lo, hi, then, segment, graph)
             chunk = got.open(tokens, (lo, hi), device=self.input_device)
             got.reserve(chunk.spare + 1)
+            _mark_dynamic((chunk.places.packed, hidden), 0, 1)
+            _mark_dynamic(chain(*got.buffers(lo, hi)), 0, 2)
             states, _ = stage.run(chunk.places.packed, hidden, got)
             got.close(done=True)
             hidden = self.run(tokens, lo, hi, cache=expected, hidden=hidden)
@@ -184,7 +181,6 @@ class CompiledRunner(SegmentRunner):
                     for own, reference in pairs:
                         require_equal(self.model, what, own.flatten(1), reference.flatten(1))
             yield stage
-        self.counts = counts
 
 
 def make_pass(segment: nn.Module, lo: int, config: Any, dtype: torch.dtype, then: Then) -> Graph:
@@ -205,7 +201,9 @@ def make_pass(segment: nn.Module, lo: int, config: Any, dtype: torch.dtype, then
     return types.FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
 
 
-def _mark_dynamic(tensor: Tensor, *dims: int) -> None:
-    for dim in dims:
-        if tensor.shape[dim] > 1:
-            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+def _mark_dynamic(tensors: Iterable[Tensor | None], *dims: int) -> None:
+    """Let dimensions be symbols in the graph that is compiled next; those of size 1 cannot be."""
+    for tensor in tensors:
+        for dim in dims:
+            if tensor is not None and tensor.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)

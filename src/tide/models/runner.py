@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tide.errors import RangeError, UnsupportedCacheError
+from tide.kernels.reference import scaled
 from tide.models.cache import WaterlineCache
 from tide.models.chunk import Chunk
 from tide.models.locate import locate, text_config
@@ -83,6 +85,15 @@ class DepthRunner(ABC):
             How many parts of that are done, and of how many.
         """
         return iter(())
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Passes that are not decoding, such as proofs and measurements, are not counted."""
+        counts, self.counts = self.counts, LayerCounts.zeros(self.n_layers)
+        try:
+            yield
+        finally:
+            self.counts = counts
 
     def run(
         self,
@@ -162,10 +173,9 @@ class DepthRunner(ABC):
             start: the first position of interest.
             step: positions whose logits are held at once.
         """
-        counts, self.counts = self.counts, LayerCounts.zeros(self.n_layers)
         cache = self.new_cache(1, len(ids))
-        hidden = self.run(TokenBatch(ids[None]), 0, self.n_layers, cache=cache)[0]
-        self.counts = counts
+        with self.uncounted():
+            hidden = self.run(TokenBatch(ids[None]), 0, self.n_layers, cache=cache)[0]
         pieces = hidden[start:].split(step)
         return [token for piece in pieces for token in self.logits(piece).argmax(-1).tolist()]
 
@@ -264,9 +274,4 @@ def scale_logits(config: Any, logits: Tensor) -> Tensor:
 
     The self-check proves it against the model's own logits.
     """
-    multiplier, cap = logit_scales(config)
-    if multiplier != 1:
-        logits = logits * multiplier
-    if cap:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    return scaled(logits, *logit_scales(config))

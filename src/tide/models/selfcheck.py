@@ -92,8 +92,7 @@ def _by_ranges(
     """Outputs of each layer for each sequence after the rollback, and the last logits."""
     n, count = runner.n_layers, len(sequences)
     a, b = max(1, n // 3), max(1, 2 * n // 3)
-    counts, runner.counts = runner.counts, type(runner.counts).zeros(n)
-    with _layer_outputs(runner.parts.layers) as seen:
+    with runner.uncounted(), _layer_outputs(runner.parts.layers) as seen:
         cache = runner.new_cache(count)
         prompts = [s[:p] for s, p in zip(sequences, _PROMPTS, strict=True)]
         runner.run(_packed(prompts, left=True), 0, n, cache=cache)
@@ -113,7 +112,6 @@ def _by_ranges(
             if lo < hi:
                 hidden = runner.run(tokens, lo, hi, cache=cache, hidden=hidden)
         logits = torch.stack([runner.logits(hidden[s, len(rest[s]) - 1]) for s in range(count)])
-    runner.counts = counts
     # Every layer has seen these tokens, in one pass or step by step; padding stands behind them.
     states = [torch.cat(outputs, dim=1) for outputs in seen]
     return [[layer[s, : len(rest[s])] for s in range(count)] for layer in states], logits
