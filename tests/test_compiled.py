@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from scenarios import SCENARIOS, cuts, error, full_depth
-from test_generate import GREEDY, POLICIES, artifact, prompts
+from test_generate import GREEDY, POLICIES, artifact, engine, prompts
 from tide.config import TIDEConfig
 from tide.decode.loop import DecodeLoop
 from tide.engine import TIDE
@@ -88,21 +88,6 @@ def test_compiled_segments_equal_the_full_forward(
         assert len(some) == len(cuts(runner)), name  # the prompts only
 
 
-def compiled_engine(model: Any, mode: str, policy: str = "random", **config: Any) -> TIDE:
-    """An engine with scripted exits and as many drafts as allowed."""
-    script, head = POLICIES[policy]
-    made = TIDE(
-        model,
-        artifact(head),
-        TIDEConfig(mode=mode, min_layers=0, **config),
-        policy=ScriptedPolicy(script),
-        allow_mismatch=True,
-        compile=True,
-    )
-    made.drafter.fixed = True
-    return made
-
-
 @pytest.mark.usefixtures("not_fused")
 def test_every_mode_gives_the_same_tokens_and_nothing_is_compiled_in_200_steps() -> None:
     """Mixed chunk lengths, exits, rollbacks, sequences that end, buffers that grow."""
@@ -110,25 +95,21 @@ def test_every_mode_gives_the_same_tokens_and_nothing_is_compiled_in_200_steps()
     kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 240, "eos_token_id": [5, 40]}
     kwargs |= {"repetition_penalty": 1.05}
     for mode in ("off", "exit"):
-        engine = compiled_engine(model, mode)
-        assert engine.runner.name == "compiled segments"
+        compiled = engine(model, mode, fixed_drafts=True, compile=True)
+        assert compiled.runner.name == "compiled segments"
         first = {**kwargs, "max_new_tokens": 8}
-        engine.generate(**first)  # compiles
+        compiled.generate(**first)  # compiles
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert before > 0
-        uncompiled = TIDE(
-            model, artifact(), engine.config, policy=ScriptedPolicy(POLICIES["random"][0]),
-            allow_mismatch=True,
-        )  # fmt: skip
-        uncompiled.drafter.fixed = True
+        uncompiled = engine(model, mode, fixed_drafts=True)
         steps = 0
         for seed in range(3):
             ids = prompts(4)["input_ids"].roll(seed, dims=1)
             own = {**kwargs, "input_ids": ids}
             if seed == 1:
                 own["eos_token_id"] = None
-            assert torch.equal(engine.generate(**own), uncompiled.generate(**own)), mode
-            steps += engine.last_stats.steps
+            assert torch.equal(compiled.generate(**own), uncompiled.generate(**own)), mode
+            steps += compiled.last_stats.steps
         assert steps >= 200 or mode != "off"
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before, mode
         torch._dynamo.reset()
@@ -170,17 +151,17 @@ def test_the_host_waits_once_for_each_segment_run(
     made.checkpoints.append(type(made.checkpoints[0])(4, made.checkpoints[0].head))
     if mode == "lossless":
         made = None
-    engine = TIDE(
+    tide = TIDE(
         model, made, TIDEConfig(mode=mode, min_layers=0, drafts=drafts),
         policy=None if made is None else ScriptedPolicy(POLICIES["random"][0]),
         allow_mismatch=True, compile=compiled,
     )  # fmt: skip
-    engine.drafter.fixed = True
+    tide.drafter.fixed = True
     ids = torch.arange(10, 14).repeat(sequences, 3)  # repeats, so drafts are accepted
     kwargs = {**GREEDY, "max_new_tokens": 40, "eos_token_id": None}
-    engine.generate(ids, **kwargs)
+    tide.generate(ids, **kwargs)
     waits, counts = Waits(), Counter[str]()
-    step, to_list, run_then = DecodeLoop.step, Tensor.tolist, type(engine.runner).run_then
+    step, to_list, run_then = DecodeLoop.step, Tensor.tolist, type(tide.runner).run_then
     from tide.models import chunk as chunks
 
     upload = chunks.upload
@@ -218,21 +199,21 @@ def test_the_host_waits_once_for_each_segment_run(
     monkeypatch.setattr(CompiledStage, "run", unwatched)
     monkeypatch.setattr(DecodeLoop, "step", counted)
     monkeypatch.setattr(Tensor, "tolist", listed)
-    monkeypatch.setattr(type(engine.runner), "run_then", ran)
+    monkeypatch.setattr(type(tide.runner), "run_then", ran)
     monkeypatch.setattr(chunks, "upload", uploaded)
-    engine.generate(ids, **kwargs)
+    tide.generate(ids, **kwargs)
     assert counts["steps"] > 5
     assert not waits.counts["boolean mask"]
 
 
 def test_nothing_in_a_graph_forbids_cuda_graphs() -> None:
     model = tiny_model("llama")
-    engine = TIDE(model, artifact(), TIDEConfig(min_layers=0), allow_mismatch=True)
+    tide = TIDE(model, artifact(), TIDEConfig(min_layers=0), allow_mismatch=True)
     runner = CompiledRunner(model)
     cache = runner.new_cache(3)
     runner.run(TokenBatch(random_ids(3, 6)), 0, runner.n_layers, cache=cache)
     hidden: Tensor | None = None
-    for (lo, hi), then in engine._machinery.exits.stages(runner.n_layers):
+    for (lo, hi), then in tide._machinery.exits.stages(runner.n_layers):
         chunk = cache.open(TokenBatch(random_ids(3, 2)), (lo, hi))
         run = make_pass(runner._segment(lo, hi, False), lo, runner.config, model.dtype, then)
         found = torch._dynamo.explain(run)(chunk.places.packed, hidden, *cache.buffers(lo, hi))
@@ -255,9 +236,9 @@ def test_a_failing_compiler_costs_speed_only(monkeypatch: Any) -> None:
         raise RuntimeError("no compiler found")
 
     monkeypatch.setattr(torch, "compile", no_compiler)
-    engine = TIDE(model, compile=True)
+    tide = TIDE(model, compile=True)
     with pytest.warns(CompileWarning, match="no compiler found"):
-        assert torch.equal(engine.generate(**kwargs), expected)
+        assert torch.equal(tide.generate(**kwargs), expected)
 
 
 def test_a_graph_that_is_not_equal_is_not_used(monkeypatch: Any) -> None:
@@ -274,9 +255,9 @@ def test_a_graph_that_is_not_equal_is_not_used(monkeypatch: Any) -> None:
         return run
 
     monkeypatch.setattr(torch, "compile", wrong)
-    engine = TIDE(model, compile=True)
+    tide = TIDE(model, compile=True)
     with pytest.warns(CompileWarning, match="differ from the uncompiled ones"):
-        assert torch.equal(engine.generate(**kwargs), expected)
+        assert torch.equal(tide.generate(**kwargs), expected)
 
 
 @pytest.mark.usefixtures("not_fused")

@@ -45,12 +45,19 @@ POLICIES: dict[str, tuple[Any, type[ExitHead]]] = {
 
 
 def engine(
-    model: Any, mode: str, policy: str = "random", *, fixed_drafts: bool = False, **config: Any
+    model: Any,
+    mode: str,
+    policy: str = "random",
+    *,
+    fixed_drafts: bool = False,
+    compile: bool = False,
+    **config: Any,
 ) -> TIDE:
     """An engine with scripted exits.
 
     Args:
         fixed_drafts: draft as many tokens as allowed, whether that pays or not.
+        compile: compile the segments.
     """
     script, head = POLICIES[policy]
     made = TIDE(
@@ -60,6 +67,7 @@ def engine(
         policy=ScriptedPolicy(script),
         allow_mismatch=True,
         check=False,
+        compile=compile,
     )
     made.drafter.fixed = fixed_drafts
     return made

@@ -77,11 +77,6 @@ class BatchState:
         """Whether a sequence must go deep before another of its tokens may wait."""
         return self._waterlines.full(i)
 
-    def state(self, i: int, segment: int, position: int) -> Tensor:
-        """The state of a token at the checkpoint after `segment`, `[hidden]`."""
-        states = self._pending.look(i, segment + 1)
-        return states[position - self.passed(i, segment + 1)]
-
     # ---- passes
 
     def take(self, segment: int, spans: Sequence[range]) -> Tensor | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import torch
 
 from tide.decode.batch import BatchState
@@ -14,13 +14,12 @@ from tide.decode.sampler import At, Sampler
 from tide.decode.schedule import Pass, run_pass
 from tide.decode.sequence import ExitRecord, SequenceState
 from tide.exits.artifact import Checkpoint
-from tide.exits.gate import ExitGate, note
+from tide.exits.gate import ExitGate
 from tide.exits.heads import Readout, TargetHead
 from tide.exits.ngrams import NGramPrediction, NGramPredictor
 from tide.exits.policy import TokenPosition
 from tide.exits.table import ContinuationTable
 from tide.models.runner import DepthRunner, Stage
-from tide.models.tokens import NOTES
 
 
 @dataclass
@@ -75,13 +74,13 @@ class ExitStage:
             candidates: for each sequence, positions of its tokens in the pass that may exit.
         """
         number = work.last
-        gate, notes = self.exits.gates[number], np.zeros((*_shape(work), NOTES), np.int64)
+        gate, notes = self.exits.gates[number], work.blank_notes()
         some: list[tuple[int, int, int]] = []  # sequence, place in the pass, position
         for i, (sequence, span) in enumerate(zip(batch.sequences, work.spans, strict=True)):
             for position in candidates[i]:
                 if self.exits.may_exit(TokenPosition(sequence.index, position), number):
                     k = position - span.start
-                    notes[i, k] = note(self._predict(gate, sequence, position))
+                    notes[i, k] = gate.note(partial(self._predict, sequence, position))
                     some.append((i, k, position))
         if not some:
             run_pass(self.runner, batch, work)
@@ -110,12 +109,6 @@ class ExitStage:
             for none, token in zip(to_host(barred), self.sampler.pick(at, scores), strict=True)
         ]
 
-    def _predict(self, gate: ExitGate, sequence: SequenceState, position: int) -> NGramPrediction:
-        if not gate.wants_ngrams:
-            return NGramPrediction()
+    def _predict(self, sequence: SequenceState, position: int) -> NGramPrediction:
         predictor = NGramPredictor(self.exits.table, sequence.ngrams)
         return predictor.at(sequence.tokens, position, sequence.committed)
-
-
-def _shape(work: Pass) -> tuple[int, int]:
-    return len(work.spans), work.longest

@@ -7,7 +7,7 @@ decoding goes on from the prompts, the last token of every sequence goes to full
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from tide.config import TIDEConfig
 from tide.decode.batch import BatchState
 from tide.decode.exit_stage import Exits
 from tide.decode.pack import pack_tokens
-from tide.exits.gate import note
 from tide.exits.ngrams import NGramPrediction, NGramPredictor
 from tide.exits.policy import TokenPosition
 from tide.models.cache import WaterlineCache
@@ -50,19 +49,39 @@ def _in_chunks(
 ) -> Tensor:
     """Run left-padded prompts; the state of the last token of each, `[sequences, 1, hidden]`.
 
-    Prompts without padding need no explicit mask, and run at once. A mask takes
-    `[sequences, chunk, longest]`.
+    Prompts without padding need no explicit mask, and run at once.
+    """
+    if tokens.valid is not None:
+        cache.align(counts)
+    for states in _chunks(runner, tokens, (0, runner.n_layers), cache):
+        last = states[:, -1:]
+    return last
+
+
+def _chunks(
+    runner: DepthRunner,
+    tokens: TokenBatch,
+    layers: tuple[int, int],
+    cache: WaterlineCache,
+    hidden: Tensor | None = None,
+    width: int | None = None,
+) -> Iterator[Tensor]:
+    """Run tokens through layers, in chunks where a mask of all would be too large; their states.
+
+    Args:
+        width: slots that a mask covers; None for as many as there are tokens.
     """
     sequences, longest = tokens.ids.shape
     chunk = longest
     if tokens.valid is not None:
-        chunk = max(1, min(longest, _MASK // (sequences * longest)))
-        cache.align(counts)
+        chunk = max(1, min(longest, _MASK // (sequences * (width or longest))))
     for start in range(0, longest, chunk):
-        part = slice(start, start + chunk)
-        valid = None if tokens.valid is None else tokens.valid[:, part]
-        states = runner.run(TokenBatch(tokens.ids[:, part], valid), 0, runner.n_layers, cache=cache)
-    return states[:, -1:]
+        ids, valid, positions, own = (
+            None if t is None else t[:, start : start + chunk]
+            for t in (tokens.ids, tokens.valid, tokens.positions, hidden)
+        )
+        assert ids is not None
+        yield runner.run(TokenBatch(ids, valid, positions), *layers, cache=cache, hidden=own)
 
 
 @dataclass
@@ -178,20 +197,9 @@ class PrefillWithExits:
     def _run(
         self, tokens: TokenBatch, layers: tuple[int, int], hidden: Tensor | None = None
     ) -> Tensor:
-        """Run tokens through layers, in chunks where a mask of all would be too large."""
-        sequences, longest = tokens.ids.shape
-        chunk = longest
-        if tokens.valid is not None:
-            chunk = max(1, min(longest, _MASK // (sequences * self._ids.shape[1])))
-        states = []
-        for start in range(0, longest, chunk):
-            here = slice(start, start + chunk)
-            part = [
-                t if t is None else t[:, here]
-                for t in (tokens.ids, tokens.valid, tokens.positions, hidden)
-            ]
-            given, own = TokenBatch(part[0], part[1], part[2]), part[3]  # type: ignore[arg-type]
-            states.append(self.runner.run(given, *layers, cache=self.cache, hidden=own))
+        """The states of tokens after layers, `[sequences, tokens, hidden]`."""
+        width = self._ids.shape[1]
+        states = list(_chunks(self.runner, tokens, layers, self.cache, hidden, width))
         return states[0] if len(states) == 1 else torch.cat(states, dim=1)
 
     def _tokens(self, some: _Continuing) -> TokenBatch:
@@ -224,9 +232,7 @@ class PrefillWithExits:
     def _note(self, segment: int, s: int, position: int) -> tuple[int, ...]:
         if not self.exits.may_exit(TokenPosition(self._numbers[s], position), segment):
             return (0,) * NOTES
-        if not self.exits.gates[segment].wants_ngrams:
-            return note(NGramPrediction())
-        return note(self._predictions.at(s, position))
+        return self.exits.gates[segment].note(lambda: self._predictions.at(s, position))
 
 
 def _pick(hidden: Tensor, where: tuple[Tensor, ...]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tide.decode.batch import BatchState
 from tide.decode.pack import pack_tokens
 from tide.models.runner import DepthRunner, Then
+from tide.models.tokens import NOTES
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Pass:
     def longest(self) -> int:
         """Tokens of the sequence that has most in the pass."""
         return max(map(len, self.spans))
+
+    def blank_notes(self) -> np.ndarray:
+        """Notes of its tokens, to be filled in, `[sequences, longest, NOTES]`."""
+        return np.zeros((len(self.spans), self.longest, NOTES), np.int64)
 
 
 def next_pass(batch: BatchState, segment: int, *, stops: bool) -> Pass:

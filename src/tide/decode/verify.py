@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,6 @@ from tide.decode.sampler import Sampler
 from tide.decode.schedule import Pass, run_pass
 from tide.exits.heads import TargetHead
 from tide.models.runner import DepthRunner
-from tide.models.tokens import NOTES
 from tide.stats import ExitStats, TokenRecord
 
 
@@ -49,7 +47,7 @@ class Verifier:
             states, _ = run_pass(self.runner, batch, work)
             self._verify(batch, wanted, states)
             return
-        notes = np.zeros((len(work.spans), work.longest, NOTES), np.int64)
+        notes = work.blank_notes()
         for i, _, k in wanted:
             notes[i, k, 0] = 1
         _, packed = run_pass(self.runner, batch, work, self.target_head, notes)

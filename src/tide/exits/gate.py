@@ -5,6 +5,7 @@ All of it runs where the states are, so that the host waits once, for one small 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -76,6 +77,10 @@ class ExitGate(nn.Module):
         features = self.confidence_model.features if self.confidence_model is not None else ()
         return "context" in features or "table" in features
 
+    def note(self, predict: Callable[[], NGramPrediction]) -> tuple[int, ...]:
+        """What this gate is to be told of a token that may exit; n-grams only if they count."""
+        return note(predict() if self.wants_ngrams else NGramPrediction())
+
     def forward(self, states: Tensor, notes: Tensor) -> Tensor:
         """Decide for tokens.
 
@@ -123,6 +128,6 @@ class OpenGate(ExitGate):
         super().__init__(head, readout, Thresholds())
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
-        """See `Gate.decide`."""
+        """See `ExitGate.decide`."""
         decision = super().decide(states, notes)
         return decision._replace(scores=decision.exits.float())

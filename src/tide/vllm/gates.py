@@ -6,6 +6,7 @@ They come from the artifact and run the same code as in the transformers engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from vllm.forward_context import ForwardContext
 
 from tide.errors import ArtifactError, UnsupportedModelError
 from tide.exits.artifact import Checkpoint
-from tide.exits.gate import ExitGate, OpenGate, note
+from tide.exits.gate import ExitGate, OpenGate
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.policy import ScriptedPolicy, TokenPosition
@@ -138,8 +139,8 @@ class Gates:
         for request in candidates:
             at = TokenPosition(request, lengths[request])
             may = self.script is None or self.script.script(at, number)
-            predicted = self._predict(requests, request) if gate.wants_ngrams else NGramPrediction()
-            notes.append(note(predicted) if may else (0,) * NOTES)
+            told = partial(self._predict, requests, request)
+            notes.append(gate.note(told) if may else (0,) * NOTES)
         decision = gate.decide(states, torch.tensor(notes, device=states.device))
         return decision.exits.nonzero().squeeze(1).tolist()
 
