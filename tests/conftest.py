@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tide
+from tide.calibration.costs import Costs
 from tide.config import TIDEConfig
 from tide.exits.artifact import Artifact
 
@@ -60,20 +61,18 @@ def questions(things: str) -> list[str]:
 def small_artifact(model: Any, tokenizer: Any, tmp_path_factory: Any) -> Path:
     """SmolLM2 calibrated on a small budget."""
     folder: Path = tmp_path_factory.mktemp("small") / "router"
-    tide.calibrate(
-        model,
-        tokenizer,
-        folder,
-        TIDEConfig(checkpoint_interval=8, min_layers=16),
-        data=questions(
-            "the sea, bread, a bicycle, the moon, chess, rain, gold, a violin, trade, the heart, "
-            "maps, glass"
-        ),
-        new_tokens=96,
-        vocabulary=4096,
-        epochs=16,
-        quiet=True,
+    data = questions(
+        "the sea, bread, a bicycle, the moon, chess, rain, gold, a violin, trade, the heart, "
+        "maps, glass"
     )
+    with pytest.MonkeyPatch.context() as patch:
+        # What exits is to be the same on a busy machine.
+        costs = Costs(layer=1e-3, start=5e-4, head=8e-3, exit_head=1.5e-3, router=2e-4)
+        patch.setattr("tide.calibration.costs.measure_costs", lambda *args: costs)
+        tide.calibrate(
+            model, tokenizer, folder, TIDEConfig(checkpoint_interval=8, min_layers=16), data=data,
+            new_tokens=96, vocabulary=4096, epochs=16, quiet=True,
+        )  # fmt: skip
     return folder
 
 

@@ -44,6 +44,22 @@ def test_every_prompt_runs_with_every_method_in_turn() -> None:
     assert set(results[1]["per_prompt_speedup"]) == {"p20", "p50", "p80"}
 
 
+def test_a_baseline_that_does_not_run_is_dropped() -> None:
+    def fails(prompt: Any) -> torch.Tensor:
+        raise RuntimeError("no compiler found\nmore")
+
+    def runs(prompt: Any) -> torch.Tensor:
+        return torch.cat([prompt["input_ids"], torch.ones(1, 4).long()], dim=1)
+
+    prompts = [{"input_ids": torch.ones(1, 3).long()}]
+    methods = {"eager": runs, "compiled": fails, "ours": runs}
+    with pytest.warns(UserWarning, match="compiled is not measured.* no compiler found$"):
+        found = compare(methods, prompts, baselines=["eager", "compiled"], quiet=True)
+    assert [row["method"] for row in found] == ["eager", "ours"]
+    with pytest.raises(RuntimeError, match="no compiler found"):
+        compare({"eager": runs, "ours": fails}, prompts, baselines=["eager"], quiet=True)
+
+
 def test_engines_count_what_they_run() -> None:
     engine = serve(tiny_model("llama"), artifact(WrongHead), config=CONFIG, policy=ALWAYS)
     ours = EngineMethods({"exit": engine}, {"max_new_tokens": 8, "do_sample": False})

@@ -21,7 +21,12 @@ from test_generate import GREEDY, POLICIES, artifact, engine, prompts
 from tide.config import TIDEConfig
 from tide.decode.loop import DecodeLoop
 from tide.engine import TIDE
+from tide.exits.artifact import Artifact
+from tide.exits.confidence import ConfidenceModel
+from tide.exits.heads import TargetHead
 from tide.exits.policy import ScriptedPolicy
+from tide.exits.routers import TokenRouter
+from tide.exits.thresholds import Thresholds
 from tide.models.attach import attach
 from tide.models.compiled import CompiledRunner, CompiledStage, CompileWarning, make_pass
 from tide.models.fixed import FixedCache, bucket
@@ -114,6 +119,110 @@ def test_every_mode_gives_the_same_tokens_and_nothing_is_compiled_in_200_steps()
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before, mode
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
+
+
+def gated() -> Artifact:
+    """Exits with all that a gate may have: router, confidence model, some of the vocabulary."""
+    torch.manual_seed(0)
+    made = artifact()
+    made.vocabulary = torch.arange(0, VOCABULARY, 2)
+    for checkpoint in made.checkpoints:
+        checkpoint.router, checkpoint.confidence_model = TokenRouter(32, 8), ConfidenceModel()
+        checkpoint.thresholds = Thresholds(router=0.45, confidence=0.45)
+    return made
+
+
+@pytest.mark.usefixtures("not_fused")
+@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize("mode", ["off", "lossless", "exit"])
+def test_graphs_decide_as_the_model_does(mode: str, sequences: int) -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(sequences), **GREEDY, "max_new_tokens": 60, "eos_token_id": [5, 40]}
+    made = [
+        TIDE(
+            model, gated(), TIDEConfig(mode=mode, min_layers=0, exit_threshold=None),
+            allow_mismatch=True, check=False, compile=compile,
+        )
+        for compile in (True, False)
+    ]  # fmt: skip
+    for tide in made:
+        tide.drafter.fixed = True
+    compiled, uncompiled = (tide.generate(**kwargs) for tide in made)
+    assert made[0].runner.name == "compiled segments"
+    assert torch.equal(compiled, uncompiled)
+    stats = [tide.last_stats for tide in made]
+    assert stats[0].exits_per_layer == stats[1].exits_per_layer
+    assert (stats[0].exited_tokens > 0) == (mode == "exit")
+    if mode != "exit":
+        assert torch.equal(compiled, model.generate(**kwargs))
+
+
+@pytest.mark.usefixtures("not_fused")
+def test_a_gate_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: Any) -> None:
+    def wrong(self: TargetHead, states: Tensor, notes: Tensor) -> Tensor:
+        tokens = forward(self, states, notes)
+        return tokens + 1 if torch.compiler.is_compiling() else tokens
+
+    forward = TargetHead.forward
+    monkeypatch.setattr(TargetHead, "forward", wrong)
+    model = tiny_model("llama")
+    kwargs = {**prompts(1), **GREEDY, "eos_token_id": None}
+    tide = TIDE(model, compile=True)
+    with pytest.warns(CompileWarning, match="tokens differ"):
+        assert torch.equal(tide.generate(**kwargs), model.generate(**kwargs))
+    assert tide.runner.name == "segments"
+
+
+@pytest.mark.usefixtures("not_fused")
+def test_hooks_are_those_of_the_call(monkeypatch: Any) -> None:
+    """Added after compiling, to a layer and to the head, they count in the next call."""
+    model = tiny_model("llama")
+    kwargs = {**prompts(1), **GREEDY, "eos_token_id": None}
+    tide = TIDE(model, compile=True)
+    before = tide.generate(**kwargs)
+    handles = [
+        model.model.layers[2].register_forward_hook(lambda _, args, out: out * 1.5),
+        model.lm_head.register_forward_hook(lambda _, args, out: out.roll(1, -1)),
+    ]
+    expected = model.generate(**kwargs)
+    assert torch.equal(tide.generate(**kwargs), expected) and not torch.equal(before, expected)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(tide.generate(**kwargs), before)
+
+
+@pytest.mark.usefixtures("not_fused")
+def test_inference_mode_compiles_nothing_and_autocast_is_noticed() -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(1), **GREEDY, "eos_token_id": None}
+    tide = TIDE(model, compile=True)
+    expected = tide.generate(**kwargs)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.inference_mode():
+        assert torch.equal(tide.generate(**kwargs), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(CompileWarning, match="autocast"):
+        tide.generate(**kwargs)
+    assert tide.runner.name == "segments"
+    assert torch.equal(tide.generate(**kwargs), expected)
+
+
+@pytest.mark.usefixtures("not_fused")
+def test_every_layer_has_the_room_that_a_pass_needs() -> None:
+    """Exits in the prompt let the first layers grow before the others."""
+    model = tiny_model("llama", max_position_embeddings=1024)
+    script = ScriptedPolicy(lambda at, checkpoint: at.position < 120)
+    made = [
+        TIDE(
+            model, artifact(),
+            TIDEConfig(mode="exit", min_layers=0, kv_cache_strategy="propagate", prefill_exit=True),
+            policy=script, allow_mismatch=True, check=False, compile=compile,
+        )
+        for compile in (True, False)
+    ]  # fmt: skip
+    kwargs = {**GREEDY, "max_new_tokens": 8, "eos_token_id": None}
+    outputs = [tide.generate(random_ids(1, 130), **kwargs) for tide in made]
+    assert torch.equal(*outputs)
 
 
 class Waits(TorchDispatchMode):

@@ -147,7 +147,7 @@ class TIDE:
             input_ids, prepared.get("attention_mask"), prepared["logits_processor"],
             prepared["stopping_criteria"], options, streamer,
         )  # fmt: skip
-        with self.runner.lock:
+        with self.runner.lock, torch.inference_mode(False), torch.no_grad():
             sequences = self._decode(call)
         if options.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]

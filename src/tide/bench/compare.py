@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -101,25 +102,39 @@ def compare(
     Returns:
         For each method, milliseconds per token, the baseline, and the speed-up over it.
     """
-    order = list(methods)
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    tokens: dict[str, list[int]] = {name: [] for name in methods}
+    order = [name for name in methods if _runs(name, methods[name], prompts[0], baselines[1:])]
+    baselines = [name for name in baselines if name in order]
+    seconds: dict[str, list[float]] = {name: [] for name in order}
+    tokens: dict[str, list[int]] = {name: [] for name in order}
     with bars(quiet) as bar:
         tick = bar("Prompts")
-        for turn in range(-1, len(prompts)):  # the first prompt runs twice, once as a warm-up
-            prompt = prompts[max(turn, 0)]
+        for turn, prompt in enumerate(prompts):
             given = prompt["input_ids"].shape[1]
             out: dict[str, Tensor] = {}
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
                 began = time.perf_counter()
                 out[name] = methods[name](prompt)
-                if turn >= 0:
-                    seconds[name].append(time.perf_counter() - began)
-                    tokens[name].append(out[name].shape[1] - given)
-            if turn >= 0:
-                after(out)
+                seconds[name].append(time.perf_counter() - began)
+                tokens[name].append(out[name].shape[1] - given)
+            after(out)
             tick(turn + 1, len(prompts))
     return _results(seconds, tokens, categories, list(baselines) or order[:1])
+
+
+def _runs(name: str, method: Method, prompt: Any, optional: Sequence[str]) -> bool:
+    """Warm a method up; whether it runs. A baseline that does not is dropped, with a warning."""
+    try:
+        method(prompt)
+    except Exception as error:  # whatever a compiler may raise
+        if name not in optional:
+            raise
+        reason = str(error).strip().split("\n")[0]
+        warnings.warn(
+            f"{name} is not measured, since it failed with {type(error).__name__}: {reason}",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _results(

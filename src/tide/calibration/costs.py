@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,9 +16,8 @@ from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
-from tide.models.costs import medians
+from tide.models.costs import measure_passes, medians
 from tide.models.runner import DepthRunner
-from tide.models.tokens import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -76,51 +73,26 @@ def load_or_measure(path: Path, runner: DepthRunner, vocabulary: int, config: TI
 
 @torch.no_grad()
 def measure_costs(
-    runner: DepthRunner,
-    exit_readout: Readout,
-    head: ExitHead,
-    router: TokenRouter,
-    *,
-    context: int = 128,
+    runner: DepthRunner, exit_readout: Readout, head: ExitHead, router: TokenRouter
 ) -> Costs:
-    """Time each part in turn, after a prompt of at most `context` tokens, and take medians."""
+    """Time each part in turn, and take medians."""
     n = runner.n_layers
-    context = min(context, runner.config.max_position_embeddings - 1)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, runner.config.vocab_size, (1, context + 1), generator=generator)
-    ids = ids.to(runner.input_device)
-    prompt, token = TokenBatch(ids[:, :context]), TokenBatch(ids[:, context:])
     head, router = head.to(exit_readout.device, exit_readout.dtype), router.to(exit_readout.device)
     gate = ExitGate(head, exit_readout, Thresholds(confidence=0.5), None, ConfidenceModel())
     gate, notes = gate.to(exit_readout.device), torch.tensor([note(NGramPrediction())])
-    cache = runner.new_cache(1)
-    runner.run(prompt, 0, n, cache=cache)
-    state = runner.run(token, 0, n, cache=cache)[0]  # [1, hidden]
-    half = max(1, n // 2)
-
-    def layers(hi: int) -> Callable[[], Any]:
-        def run() -> None:
-            cache.rollback([context])
-            runner.run(token, 0, hi, cache=cache)
-
-        return run
-
+    state = torch.zeros(1, runner.config.hidden_size).to(exit_readout.device, exit_readout.dtype)
+    # Two parts that differ in length tell the cost of a layer from the fixed cost of a pass.
+    few = max(1, n // 4)
+    parts = ((0, few), (few, n)) if n > few else ((0, n),)
+    shorter, *longer = measure_passes(runner, [(part, None) for part in parts], lengths=[1])[1]
+    layer = (sum(longer) - shorter) / (n - 2 * few) if n > 2 * few else 0.0
+    if layer <= 0:  # too few layers, or a machine too busy to tell them apart
+        layer = (shorter + sum(longer)) / n
     median = medians(
         {
-            "all": layers(n),
-            "half": layers(half),
             "head": lambda: runner.logits(state).argmax(-1).item(),
-            "exit_head": lambda: gate(state.to(exit_readout.device), notes).tolist(),
+            "exit_head": lambda: gate(state, notes).tolist(),
             "router": lambda: router(state.to(router.up.weight)).item(),
         }
     )
-    layer = (median["all"] - median["half"]) / max(n - half, 1)
-    if layer <= 0:  # one layer only, or a machine too busy to tell half depth from full depth
-        layer = median["all"] / n
-    return Costs(
-        layer=layer,
-        start=max(median["all"] - n * layer, 0.0),
-        head=median["head"],
-        exit_head=median["exit_head"],
-        router=median["router"],
-    )
+    return Costs(layer=layer, start=max(shorter - few * layer, 0.0), **median)

@@ -50,10 +50,12 @@ def _system() -> dict[str, Any]:
 
     import torch
 
+    from tide.cli.loading import processor
+
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processor": platform.machine(),
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "devices": [
             torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())

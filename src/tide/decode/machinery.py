@@ -48,7 +48,11 @@ class Machinery:
                     tick(done, total)
         drafts = self.config.mode != "off" and self.config.max_draft and self.config.drafts
         if drafts and not self.drafter.fixed and not self.drafter.costs.known(sequences):
-            measured = self.costs[sequences] = measure_passes(self.runner, stages, sequences)
+            # A pass that verifies drafts evaluates no gate.
+            gates = [self.config.mode == "exit"] * (len(stages) - 1)
+            measured = self.costs[sequences] = measure_passes(
+                self.runner, stages, sequences, wanted=[*gates, True]
+            )
             whole = {length: sum(seconds) for length, seconds in measured.items()}
             self.drafter.costs.start(sequences, whole)
 

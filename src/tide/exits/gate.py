@@ -102,13 +102,14 @@ class ExitGate(nn.Module):
         scores = torch.full_like(states[:, 0], torch.nan, dtype=torch.float32)
         routed: Tensor | None = None
         if self.router is not None:
-            routed = self.router.logit(states.to(self.router.up.weight)).float()
+            routed = self.router.logit(states.to(self.router.up.weight)).float().to(exits.device)
             if wanted.router is not None:
                 scores = routed.sigmoid()
                 exits = exits & (scores >= wanted.router)
         if self.readout is None:
             return DecisionBatch(exits, torch.zeros_like(notes[:, 0]), scores)
         tokens, tops = self.readout.top(self.head.transform(states), exits)
+        tokens, tops = tokens.to(exits.device), tops.to(exits.device)  # the head may be elsewhere
         if self.confidence_model is not None and wanted.confidence is not None:
             features = gather_features(
                 self.confidence_model.features, tops, tokens, routed, notes[:, 1:]

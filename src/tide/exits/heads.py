@@ -80,7 +80,8 @@ class Readout:
         if self._weight is not None:
             return self._weight, self._bias
         head = self.head
-        if type(head) is not nn.Linear or hasattr(head, "_hf_hook"):
+        hooked = head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook")
+        if type(head) is not nn.Linear or hooked:
             return None, None
         dense = type(head.weight.data) is Tensor and not head.weight.is_meta
         return (head.weight, head.bias) if dense else (None, None)

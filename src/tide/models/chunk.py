@@ -166,8 +166,8 @@ def plan_chunk(
 
 
 def upload(packed: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device; the host does not wait until it has arrived."""
+    """An array on the device; on CUDA the host does not wait until it has arrived."""
     host = torch.from_numpy(packed)
     if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device)

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
+from tide.errors import SelfCheckError
 from tide.models.cache import WaterlineCache
 from tide.models.chunk import Chunk, Places
 from tide.models.fixed import FixedCache, GraphCache
@@ -25,7 +28,7 @@ from tide.models.masks import explicit_mask
 from tide.models.runner import Stage, Then
 from tide.models.segments import SegmentRunner, call_segment
 from tide.models.selfcheck import require_equal
-from tide.models.tokens import TokenBatch
+from tide.models.tokens import NOTES, TokenBatch
 
 LONGEST = 16  # new tokens of a sequence in a compiled pass; longer ones, as prompts are, are not
 _SEVERAL = 3, 5  # sequences and tokens with which "several" is compiled; any others will do
@@ -48,6 +51,7 @@ class CompiledStage:
         then: what follows them.
         segment: what was compiled; where the model was changed since, it is another one.
         graph: what it was compiled to.
+        code: by which `torch.compile` finds it.
     """
 
     lo: int
@@ -56,9 +60,16 @@ class CompiledStage:
     segment: nn.Module
     graph: Graph
 
+    code: types.CodeType
+
     def run(self, packed: Tensor, hidden: Tensor | None, cache: FixedCache) -> tuple[Tensor, Any]:
         """Run tokens through the layers; KV goes to the cache's buffers, which have the room."""
         return self.graph(packed, hidden, *cache.buffers(self.lo, self.hi))
+
+    @property
+    def recompiled(self) -> bool:
+        """Whether `torch.compile` has made another graph since."""
+        return len(_debug_get_cache_entry_list(self.code)) > 1
 
 
 class CompiledRunner(SegmentRunner):
@@ -73,6 +84,7 @@ class CompiledRunner(SegmentRunner):
         super().__init__(model)
         # By whether there is one sequence, and one token of each: the stages, by depth.
         self._stages: dict[tuple[bool, bool], list[CompiledStage]] = {}
+        self._hooks: list[Any] = []  # of the model, when it was compiled
         self._failed = False
 
     def new_cache(self, sequences: int, capacity: int | None = None) -> FixedCache:
@@ -84,10 +96,16 @@ class CompiledRunner(SegmentRunner):
 
         Where that fails, all runs as segments, with a warning. See `DepthRunner.prepare`.
         """
+        if self._failed:
+            return
+        hooks = _hooks(self.model)
+        if hooks != self._hooks:  # a graph has those with which it was compiled
+            self._stages.clear()
+            self._hooks = hooks
         # A batch ends with one sequence, when all others have ended.
         shapes = [(one, token) for one in {True, sequences == 1} for token in (True, False)]
-        wanted = [shape for shape in shapes if shape not in self._stages]
-        if self._failed or not wanted:
+        wanted = [shape for shape in shapes if not self._current(self._stages.get(shape, ()))]
+        if not wanted:
             return
         total, done = len(wanted) * len(stages), 0
         yield done, total
@@ -101,17 +119,22 @@ class CompiledRunner(SegmentRunner):
                         yield done, total
                 self._stages[shape] = made
             except Exception as error:  # whatever a compiler may raise
-                self._failed = True
-                self._stages.clear()
-                reason = str(error).strip().split("\n")[0]
-                warnings.warn(
-                    f"{self.model.__class__.__name__} runs uncompiled, since compiling it failed "
-                    f"with {type(error).__name__}: {reason} The output is the same; only speed is "
-                    "lost. Omit compile=True to silence this warning.",
-                    CompileWarning,
-                    stacklevel=2,
+                lines = [line.strip(" .:") for line in str(error).splitlines() if line.strip()]
+                self._give_up(
+                    f"compiling it failed with {type(error).__name__}: {'; '.join(lines[:3])}"
                 )
                 return
+
+    def _give_up(self, reason: str) -> None:
+        """Run uncompiled from now on."""
+        self._failed, self.name = True, SegmentRunner.name
+        self._stages.clear()
+        warnings.warn(
+            f"{self.model.__class__.__name__} runs uncompiled, since {reason}. The output is the "
+            "same; only speed is lost. Omit compile=True to silence this warning.",
+            CompileWarning,
+            stacklevel=3,
+        )
 
     def _forward_then(
         self, then: Then | None, hidden: Tensor | None, chunk: Chunk, cache: WaterlineCache
@@ -128,7 +151,14 @@ class CompiledRunner(SegmentRunner):
             packed = chunk.places.packed if told else chunk.places.without_notes()
             hidden, result = stage.run(packed, hidden, cache)
         assert hidden is not None
-        return hidden, result
+        if any(stage.recompiled for stage in stages):
+            # Each number of tokens would be compiled by itself, for minutes.
+            self._give_up(
+                "something changed after it was compiled: autocast, the number of threads, "
+                "training mode or an adapter"
+            )
+        # In a CUDA graph, the next run writes to the same memory.
+        return hidden.clone() if hidden.is_cuda else hidden, result
 
     def _find(self, chunk: Chunk, cache: WaterlineCache) -> list[CompiledStage]:
         """The stages that a pass runs through; none if it is not compiled."""
@@ -142,8 +172,12 @@ class CompiledRunner(SegmentRunner):
             if chunk.lo <= stage.lo and stage.hi <= chunk.hi
         ]
         whole = stages and (stages[0].lo, stages[-1].hi) == (chunk.lo, chunk.hi)
-        current = all(s.segment is self._segment(s.lo, s.hi, False) for s in stages)
-        return stages if whole and current else []
+        return stages if whole and self._current(stages) else []
+
+    def _current(self, stages: Sequence[CompiledStage]) -> bool:
+        """Whether there are stages, compiled from the model as it is now."""
+        same = all(s.segment is self._segment(s.lo, s.hi, False) for s in stages)
+        return bool(stages) and same
 
     @torch.no_grad()
     def _compile(self, stages: Sequence[Stage], one: bool, token: bool) -> Iterator[CompiledStage]:
@@ -152,12 +186,15 @@ class CompiledRunner(SegmentRunner):
         generator = torch.Generator().manual_seed(0)
         size = (sequences, _PROMPT + new_tokens)
         ids = torch.randint(0, self.config.vocab_size, size, generator=generator)
+        # Sequences of different lengths, before the pass and in it.
+        given = torch.arange(_PROMPT) >= torch.arange(sequences)[:, None]
         valid = torch.ones(sequences, new_tokens, dtype=torch.bool)
-        valid[1:, 1:] = False  # sequences of different lengths
-        tokens = TokenBatch(ids[:, _PROMPT:], valid)
+        valid[1:, 1:] = False
+        notes = np.ones((sequences, new_tokens, NOTES), np.int64)
+        tokens = TokenBatch(ids[:, _PROMPT:], valid, notes=notes)
         expected, got = (self.new_cache(sequences) for _ in range(2))
         for cache in (expected, got):
-            self.run(TokenBatch(ids[:, :_PROMPT]), 0, self.n_layers, cache=cache)
+            self.run(TokenBatch(ids[:, :_PROMPT], given), 0, self.n_layers, cache=cache)
         hidden: Tensor | None = None
         # On a GPU, CUDA graphs: there the host is what a step waits for.
         mode = "reduce-overhead" if self.input_device.type == "cuda" else None
@@ -165,12 +202,13 @@ class CompiledRunner(SegmentRunner):
             segment = self._segment(lo, hi, False)
             uncompiled = make_pass(segment, lo, self.config, self.model.dtype, then)
             graph = torch.compile(uncompiled, fullgraph=True, dynamic=False, mode=mode)
-            stage = CompiledStage(lo, hi, then, segment, graph)
+            stage = CompiledStage(lo, hi, then, segment, graph, uncompiled.__code__)
             chunk = got.open(tokens, (lo, hi), device=self.input_device)
             got.reserve(chunk.spare + 1)
             _mark_dynamic((chunk.places.packed, hidden), 0, 1)
             _mark_dynamic(chain(*got.buffers(lo, hi)), 0, 2)
-            states, _ = stage.run(chunk.places.packed, hidden, got)
+            states, result = stage.run(chunk.places.packed, hidden, got)
+            _require_result(self.model, result, then(states, chunk.places.notes), valid)
             got.close(done=True)
             hidden = self.run(tokens, lo, hi, cache=expected, hidden=hidden)
             what = f"compiled layers {lo} to {hi - 1}"
@@ -183,7 +221,33 @@ class CompiledRunner(SegmentRunner):
             yield stage
 
 
-def make_pass(segment: nn.Module, lo: int, config: Any, dtype: torch.dtype, then: Then) -> Graph:
+def _require_result(model: Any, got: Tensor, expected: Tensor, valid: Tensor) -> None:
+    """Raise if what follows a segment decides otherwise when compiled.
+
+    Rounding may decide between tokens that are as likely, so a few may differ.
+    """
+    if got.dim() == 3:  # a gate's: token ids where tokens exit, else 0
+        got, expected = (packed[..., 0] * packed[..., 1] for packed in (got, expected))
+    differ = int((got != expected).cpu()[valid].sum())
+    if differ > 1 + valid.sum() // 4:
+        raise SelfCheckError(
+            f"{model.__class__.__name__}: compiled, {differ} of {int(valid.sum())} tokens differ "
+            "from the uncompiled ones."
+        )
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    """The hooks on the modules of a model, by identity."""
+    return [
+        (id(module), *module._forward_hooks, *module._forward_pre_hooks)
+        for module in model.modules()
+        if module._forward_hooks or module._forward_pre_hooks
+    ]
+
+
+def make_pass(
+    segment: nn.Module, lo: int, config: Any, dtype: torch.dtype, then: Then
+) -> types.FunctionType:
     """The pass that is compiled: nothing in it depends on the host."""
 
     def run(

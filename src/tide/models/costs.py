@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from tide.models.runner import DepthRunner, Stage
+from tide.models.runner import DepthRunner, Then
 from tide.models.tokens import NOTES, TokenBatch
+
+_Name = TypeVar("_Name", bound=Hashable)
 
 LENGTHS = (1, 2, 4, 8)  # new tokens of each sequence for which passes are timed
 _CONTEXT = 64
@@ -21,21 +23,21 @@ _REPEATS = 2, 5  # at least, however long they take, and at most
 @torch.no_grad()
 def measure_passes(
     runner: DepthRunner,
-    stages: Sequence[Stage],
+    stages: Sequence[tuple[tuple[int, int], Then | None]],
     sequences: int = 1,
     *,
     lengths: Sequence[int] = LENGTHS,
-    wanted: bool = True,
+    wanted: Sequence[bool] | bool = True,
     seconds: float = 1.0,
 ) -> dict[int, list[float]]:
     """Median seconds of each stage, by new tokens of each sequence, after a short prompt.
 
     Args:
         runner: attached to the model, ready for such a batch.
-        stages: that together are the whole depth.
+        stages: layers `(lo, hi)` and what follows them, if anything; together the whole depth.
         sequences: of the batch.
         lengths: new tokens of each sequence.
-        wanted: whether gates and the target head are to read the tokens.
+        wanted: whether what follows a stage is to read the tokens; for all, or for each.
         seconds: after which no more repeats are begun.
     """
     limit = getattr(runner.config, "max_position_embeddings", None) or _CONTEXT + max(lengths)
@@ -45,13 +47,15 @@ def measure_passes(
     ids = torch.randint(0, runner.config.vocab_size, shape, generator=generator)
     cache = runner.new_cache(sequences)
 
+    reads = [wanted] * len(stages) if isinstance(wanted, bool) else wanted
+
     def timed(length: int) -> list[float]:
-        notes = np.zeros((sequences, length, NOTES), np.int64)
-        notes[..., 0] = wanted
-        tokens = TokenBatch(ids[:, context : context + length], notes=notes)
         cache.rollback([context] * sequences)
         hidden, times = None, []
-        for layers, then in stages:
+        for (layers, then), read in zip(stages, reads, strict=True):
+            notes = np.zeros((sequences, length, NOTES), np.int64)
+            notes[..., 0] = read
+            tokens = TokenBatch(ids[:, context : context + length], notes=notes)
             synchronize()
             began = time.perf_counter()
             hidden, _ = runner.run_then(then, tokens, layers, cache=cache, hidden=hidden)
@@ -77,9 +81,9 @@ def measure_passes(
     }
 
 
-def medians(parts: dict[str, Callable[[], Any]], *, repeats: int = 10) -> dict[str, float]:
+def medians(parts: dict[_Name, Callable[[], Any]], *, repeats: int = 10) -> dict[_Name, float]:
     """Median seconds of each part, timed in turn so that all see the same load."""
-    seconds: dict[str, list[float]] = {name: [] for name in parts}
+    seconds: dict[_Name, list[float]] = {name: [] for name in parts}
     for repeat in range(-2, repeats):
         for name, run in parts.items():
             synchronize()

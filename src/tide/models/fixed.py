@@ -46,8 +46,8 @@ class FixedCache(WaterlineCache):
 
     def reserve(self, slots: int) -> None:
         """Let the buffers of every layer have so many slots at least."""
-        if self.layers[0].keys.shape[2] < slots:
-            for layer in self.layers:
+        for layer in self.layers:  # tokens that exit, and drafts, grow some before others
+            if layer.keys.shape[2] < slots:
                 layer.reserve(slots)
 
     def buffers(self, lo: int, hi: int) -> tuple[list[Tensor], list[Tensor]]:
