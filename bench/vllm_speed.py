@@ -1,10 +1,12 @@
-"""vLLM with exits or drafts against vLLM alone, interleaved in one run.
+"""vLLM with exits or drafts against vLLM as `vllm serve` starts it, interleaved in one run.
 
-    TIDE_DATA=... python bench/vllm_speed.py $(python scripts/weights.py) DIR --what exits \\
+    TIDE_DATA=... python bench/vllm_speed.py $(python scripts/weights.py) --what exits \\
         --out bench/results/vllm_exits.json
 
-Every method has its own engine; they take turns. `half depth` is vLLM with half of the layers: an
-upper bound of what exits at half depth can save, since it stores no KV above them.
+Every method is an engine in a process of its own; they take turns, and the others wait. vLLM is
+compiled and caches prefixes, as by default; "plugin not loaded" means `VLLM_PLUGINS=`. The speed-up
+is over the fastest method without us. `half depth` is vLLM with half of the layers: an upper bound
+of what exits at half depth can save, since it stores no KV above them.
 
 The batch is kept full: when a request ends, the next one comes in. A round is measured until the
 last request has come in. No prompt is used twice, so nothing is drafted from an answer to it.
@@ -14,7 +16,9 @@ since half a model does not know where to end.
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import multiprocessing
 import os
 import statistics
 import time
@@ -29,150 +33,218 @@ from transformers import AutoConfig, AutoTokenizer
 
 SHARE = 0.6
 EXIT_SHARES = {f"{SHARE:.0%} exit at half depth": SHARE, "all exit at half depth": 1.0}
+STOCK = "vLLM"
+UPPER_BOUND = "half depth"
 
 
-def methods_of(args: Any) -> dict[str, dict[str, Any]]:
-    """Engine options of each method; the first is the baseline."""
+@dataclass
+class Method:
+    """One way to serve: engine options, whether our plugin is loaded, whether it is ours."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    plugin: bool = True
+    ours: bool = True
+
+
+def methods_of(args: Any) -> dict[str, Method]:
+    """Every method; the first is vLLM as people start it."""
     eager: dict[str, Any] = {"enforce_eager": True}
 
     def tide(**given: Any) -> dict[str, Any]:
-        return {**eager, "additional_config": {"tide": given}}
+        return {"additional_config": {"tide": given}}
 
     def drafts(**config: Any) -> dict[str, Any]:
-        return {**eager, "speculative_config": config}
+        return {"speculative_config": config}
 
-    artifact = str(args.artifact)
+    found = {STOCK: Method(plugin=False, ours=False)}
     if args.what == "exits":
         layers = AutoConfig.from_pretrained(args.model).num_hidden_layers
-        return {
-            "vLLM": eager,
+        found |= {
             # Dummy weights: vLLM cannot load a part of a checkpoint, and they do not change timing.
-            "half depth": {
-                **eager, "hf_overrides": {"num_hidden_layers": layers // 2}, "load_format": "dummy",
-            },
-            "exits off": tide(artifact=artifact, uncertified=True, threshold_scale=-1.0),
-            "gates on, no exits": tide(script=0.0, audit_rate=0.0),
-            **{name: tide(script=share, audit_rate=0.0) for name, share in EXIT_SHARES.items()},
-            "calibrated exits": tide(
-                artifact=artifact, uncertified=True, min_layers=args.min_layers,
-                threshold_scale=args.threshold_scale,
+            UPPER_BOUND: Method(
+                {"hf_overrides": {"num_hidden_layers": layers // 2}, "load_format": "dummy"},
+                plugin=False, ours=False,
             ),
+            "gates on, no exits": Method(tide(script=0.0, audit_rate=0.0)),
+            **{
+                name: Method(tide(script=share, audit_rate=0.0))
+                for name, share in EXIT_SHARES.items()
+            },
         }  # fmt: skip
-    ours: dict[str, Any] = {"artifact": artifact, "mode": "lossless"}
-    table = drafts(
+        if args.artifact is not None:
+            calibrated = {"artifact": str(args.artifact), "uncertified": True,
+                          "min_layers": args.min_layers}  # fmt: skip
+            found["calibrated exits"] = Method(
+                tide(**calibrated, threshold_scale=args.threshold_scale)
+            )
+        return found
+    proposer = drafts(
         method="custom_class", model="tide.vllm.proposer.TableProposer",
         num_speculative_tokens=args.drafts,
     )  # fmt: skip
-    shared = {**ours, "cross_request_drafts": True}
-    found = {
-        "vLLM": eager,
-        "context and table": {**table, "additional_config": {"tide": ours}},
-        "+ cross-request drafts": {**table, "additional_config": {"tide": shared}},
-    }
-    if args.processes:
-        # A `custom_class` proposer knows the tokens only after a step, so vLLM cannot prepare the
-        # next one meanwhile, as it does without drafts when it has a process for that.
-        found["vLLM, synchronous"] = {**eager, "async_scheduling": False}
-    if args.draft_model:
-        found["exported draft"] = drafts(
-            method="draft_model", model=str(args.draft_model), num_speculative_tokens=2
+    lossless = {**proposer, **tide(mode="lossless")}
+    found |= {
+        "vLLM, plugin loaded": Method(ours=False),
+        "vLLM, eager": Method(eager, plugin=False, ours=False),
+        "ngram": Method(
+            drafts(
+                method="ngram", num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=2
+            ),
+            plugin=False, ours=False,
+        ),
+        "drafts": Method(lossless),
+        "drafts, eager": Method({**eager, **lossless}),
+    }  # fmt: skip
+    if importlib.util.find_spec("arctic_inference") is not None:
+        found["suffix"] = Method(
+            drafts(method="suffix", num_speculative_tokens=32), plugin=False, ours=False
         )
-    # Last: it loads numba, after which this vLLM starts no other engine in the process.
-    found["ngram"] = drafts(
-        method="ngram", num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=2
-    )
+    if args.artifact is not None:
+        found["drafts, table"] = Method(
+            {**proposer, **tide(mode="lossless", artifact=str(args.artifact))}
+        )
+    if args.draft_model:
+        found["exported draft"] = Method(
+            drafts(method="draft_model", model=str(args.draft_model), num_speculative_tokens=2)
+        )
     return found
 
 
 def options() -> Any:
     """The arguments of the script."""
     out = parser(__doc__ or "")
-    out.add_argument("artifact", type=Path)
+    out.add_argument("--artifact", type=Path, help="also measure what calibration made")
     out.add_argument("--what", choices=("exits", "drafts"), required=True)
+    out.add_argument("--only", nargs="+", help="these methods, beside vLLM")
     out.add_argument("--dtype", default="bfloat16")
     out.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     out.add_argument("--rounds", type=int, nargs="+", default=[8, 5, 3], help="for each batch")
     out.add_argument("--new", type=int, default=96, help="most new tokens of a request")
     out.add_argument("--prompt", type=int, default=512, help="most tokens of a prompt")
+    out.add_argument(
+        "--join", action="store_true", help="join prompts until each has --prompt tokens"
+    )
     out.add_argument("--drafts", type=int, default=8, help="longest draft, in tokens")
     out.add_argument("--draft-model", type=Path, help="from `tide export-draft`")
     out.add_argument("--min-layers", type=int, default=24, help="of the calibrated exits")
     out.add_argument("--threshold-scale", type=float, default=1.0, help="of the calibrated exits")
-    out.add_argument(
-        "--processes", action="store_true",
-        help="run each engine in its own process, as a server does: vLLM then prepares steps "
-        "ahead, but its busy waiting takes most of a core",
-    )  # fmt: skip
     args = out.parse_args()
     if len(args.rounds) != len(args.batch):
         out.error(f"--rounds has {len(args.rounds)} numbers; --batch has {len(args.batch)}.")
     return args
 
 
-def main() -> None:
-    args = options()
-    os.environ.update(
-        VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR",
-        OMP_NUM_THREADS=str(args.threads), HF_HUB_OFFLINE="1", KMP_BLOCKTIME="1",
-        VLLM_ENABLE_V1_MULTIPROCESSING=str(int(args.processes)),
-    )  # fmt: skip
+class Engine:
+    """A method in a process of its own, which waits without using a core."""
+
+    def __init__(self, args: Any, method: Method) -> None:
+        here, there = multiprocessing.get_context("spawn").Pipe()
+        os.environ.update(
+            VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+            VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS=str(args.threads), HF_HUB_OFFLINE="1",
+            KMP_BLOCKTIME="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        )  # fmt: skip
+        os.environ.pop("VLLM_PLUGINS", None)
+        if not method.plugin:
+            os.environ["VLLM_PLUGINS"] = ""
+        given = {"dtype": args.dtype, "max_model_len": args.prompt + args.new + 512,
+                 "max_num_seqs": 32, **method.options}  # fmt: skip
+        began = time.perf_counter()
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_serve_rounds, args=(there, args.model, given), daemon=True
+        )
+        self._process.start()
+        self._pipe = here
+        self.compiles = self._pipe.recv()  # it is ready
+        self.seconds_to_start = time.perf_counter() - began
+
+    def round(self, prompts: list[Any], new: int, ends: bool, batch: int) -> Served:
+        """Serve prompts, the batch kept full."""
+        self._pipe.send((prompts, new, ends, batch))
+        served: Served = self._pipe.recv()
+        return served
+
+
+def _serve_rounds(pipe: Any, model: str, given: dict[str, Any]) -> None:
+    """The process of an engine: serve what comes through the pipe, for ever."""
     from vllm import LLM, SamplingParams
 
-    engines = {
-        name: LLM(
-            args.model, dtype=args.dtype, max_model_len=1024, max_num_seqs=32,
-            enable_prefix_caching=False, disable_log_stats=False, **of,
-        )
-        for name, of in methods_of(args).items()
-    }  # fmt: skip
+    llm = LLM(model, disable_log_stats=False, **given)
+    drafted = Drafted()
+    llm.llm_engine.logger_manager.stat_loggers.append(drafted)
+    pipe.send(_compiles())
+    while True:
+        prompts, new, ends, batch = pipe.recv()
+        sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=not ends)
+        drafted.clear()
+        served = serve(llm.llm_engine, prompts, sampling, batch)
+        served.drafted, served.compiles = dict(drafted), _compiles()
+        pipe.send(served)
+
+
+def _compiles() -> int:
+    """Graphs that torch has traced in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def prompts_of(args: Any) -> Iterator[dict[str, Any]]:
+    """Spec-Bench in random order, each prompt once; joined, where long ones are wanted."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    texts = shuffled([row["turns"][0] for row in rows_of("spec_bench/question.jsonl")])
-    prompts = (
-        {"prompt_token_ids": chat(tokenizer, [text])["input_ids"][0, -args.prompt :].tolist()}
-        for text in texts
-    )
-    sampling = SamplingParams(temperature=0, max_tokens=args.new, ignore_eos=args.what == "exits")
-    drafted = {name: Drafted() for name in engines}
-    for name, engine in engines.items():
-        engine.llm_engine.logger_manager.stat_loggers.append(drafted[name])
-    results = []
+    texts = iter(shuffled([row["turns"][0] for row in rows_of("spec_bench/question.jsonl")]))
+    for text in texts:
+        ids = chat(tokenizer, [text])["input_ids"][0].tolist()
+        while args.join and len(ids) < args.prompt:
+            if (more := next(texts, None)) is None:
+                return
+            text = f"{more}\n\n{text}"
+            ids = chat(tokenizer, [text])["input_ids"][0].tolist()
+        yield {"prompt_token_ids": ids[-args.prompt :]}
+
+
+def main() -> None:
+    args = options()
+    methods = methods_of(args)
+    if args.only:
+        methods = {name: of for name, of in methods.items() if name in (STOCK, *args.only)}
+    engines = {}
+    for name, method in methods.items():
+        engines[name] = Engine(args, method)
+        print(f"{name}: ready after {engines[name].seconds_to_start:.0f} s", flush=True)
+    prompts, results = prompts_of(args), []
     for batch, rounds in zip(args.batch, args.rounds, strict=True):
-        measured = {name: Measured(drafted[name]) for name in engines}
+        measured: dict[str, list[Served]] = {name: [] for name in engines}
         for turn in range(rounds + 1):  # the first is a warm-up
-            count = max(3 * batch, 4) if turn else batch
-            some = take(prompts, count)
-            if turn == 1:
-                for counts in drafted.values():
-                    counts.clear()
+            some = take(prompts, max(3 * batch, 4) if turn else batch)
             order = list(engines)
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                served = serve(engines[name].llm_engine, some, sampling, batch)
+                served = engines[name].round(some, args.new, args.what == "drafts", batch)
                 if turn:
-                    measured[name].rounds.append(served)
-        results.append({"batch": batch, "rounds": rounds, "methods": summarise(measured)})
+                    measured[name].append(served)
+        results.append({
+            "batch": batch, "rounds": rounds, "methods": summarise(measured, methods, engines)
+        })  # fmt: skip
         for row in results[-1]["methods"]:
-            print(f"batch {batch}, {row['method']}: {row['speedup']:.3f}x vLLM", flush=True)
-    report(
-        f"vLLM with {args.what} against vLLM",
-        args,
-        results,
-        dtype=args.dtype,
-        most_new_tokens=args.new,
-        ends_where_the_model_does=args.what == "drafts",
-        prompts="Spec-Bench, none twice, the batch kept full",
-        most_prompt_tokens=args.prompt,
-        eager_for_all_methods=True,
-        engines_in_processes_of_their_own=args.processes,
-        vllm=_version(),
-        most_drafts=args.drafts if args.what == "drafts" else None,
-    )
+            print(f"batch {batch}, {row['method']}: {row['speedup']:.3f}x", flush=True)
+        report(
+            f"vLLM with {args.what} against the fastest vLLM without us",
+            args,
+            results,
+            dtype=args.dtype,
+            most_new_tokens=args.new,
+            ends_where_the_model_does=args.what == "drafts",
+            prompts="Spec-Bench, none twice, the batch kept full" + ", joined" * args.join,
+            most_prompt_tokens=args.prompt,
+            vllm=_version(),
+            suffix="measured" if "suffix" in methods else "arctic-inference is not installed",
+            most_drafts=args.drafts if args.what == "drafts" else None,
+            seconds_to_start={name: round(of.seconds_to_start) for name, of in engines.items()},
+        )
 
 
 class Drafted(Counter[str]):
-    """Counts the draft tokens of an engine, as a logger of vLLM's statistics.
-
-    vLLM's metrics registry has the last engine of a process only.
-    """
+    """Counts the draft tokens of an engine, as a logger of vLLM's statistics."""
 
     def record(self, scheduler_stats: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM after every step."""
@@ -194,59 +266,58 @@ class Served:
         decoding: the same over steps that read no prompt.
         answers: of all requests.
         steps: that returned tokens, added up over requests.
+        drafted: draft tokens, by what became of them.
+        compiles: graphs traced by the process so far.
     """
 
     rate: float
     decoding: float
     answers: list[list[int]]
     steps: int
+    drafted: dict[str, int] = field(default_factory=dict)
+    compiles: int = 0
 
 
-@dataclass
-class Measured:
-    """All rounds of one method at one batch."""
-
-    drafted: Drafted
-    rounds: list[Served] = field(default_factory=list)
-
-    @property
-    def answers(self) -> list[list[int]]:
-        """Of all rounds."""
-        return [answer for served in self.rounds for answer in served.answers]
-
-
-def summarise(measured: dict[str, Measured]) -> list[dict[str, Any]]:
-    """The results of all methods at one batch, against the first."""
-    baseline = next(iter(measured.values()))
+def summarise(
+    measured: dict[str, list[Served]], methods: dict[str, Method], engines: dict[str, Engine]
+) -> list[dict[str, Any]]:
+    """The results of all methods at one batch, against the fastest that is not ours."""
     middle = {
-        name: statistics.median(served.rate for served in one.rounds)
-        for name, one in measured.items()
+        name: statistics.median(served.rate for served in rounds)
+        for name, rounds in measured.items()
     }
-    reference = statistics.median(served.decoding for served in baseline.rounds)
+    others = [name for name in measured if not methods[name].ours and name != UPPER_BOUND]
+    best = max(others, key=lambda name: middle[name])
+    decoding = {
+        name: statistics.median(served.decoding for served in rounds)
+        for name, rounds in measured.items()
+    }
     found = []
-    for name, one in measured.items():
-        ratios = [a.rate / b.rate for a, b in zip(one.rounds, baseline.rounds, strict=True)]
-        decoding = statistics.median(served.decoding for served in one.rounds)
+    for name, rounds in measured.items():
+        ratios = [a.rate / b.rate for a, b in zip(rounds, measured[best], strict=True)]
+        answers = [answer for served in rounds for answer in served.answers]
+        expected = [answer for served in measured[STOCK] for answer in served.answers]
+        drafted: Counter[str] = sum((Counter(served.drafted) for served in rounds), Counter())
         row: dict[str, Any] = {
             "method": name,
             "tokens_per_second": round(middle[name], 1),
-            "speedup": round(middle[name] / middle["vLLM"], 3),
-            "decode_only_speedup": round(decoding / reference, 3),
-            "range_over_rounds": {
-                "least": round(min(ratios), 3), "median": round(statistics.median(ratios), 3),
-                "most": round(max(ratios), 3),
-            },
-            "exact_match_outputs": sum(map(list.__eq__, one.answers, baseline.answers)),
-            "outputs": len(one.answers),
-            **one.drafted,
+            "speedup": round(statistics.median(ratios), 3),
+            "decode_only_speedup": round(decoding[name] / decoding[best], 3),
+            "range_over_rounds": [round(min(ratios), 3), round(max(ratios), 3)],
+            "fastest_without_us": name == best,
+            "exact_match_outputs": sum(map(list.__eq__, answers, expected)),
+            "outputs": len(answers),
+            **drafted,
             "tokens_per_step": round(
-                sum(map(len, one.answers)) / sum(served.steps for served in one.rounds), 3
+                sum(map(len, answers)) / sum(served.steps for served in rounds), 3
             ),
+            "compiled_while_serving": rounds[-1].compiles - engines[name].compiles,
         }  # fmt: skip
         if (share := EXIT_SHARES.get(name)) is not None:
-            full, half = 1 / middle["vLLM"], 1 / middle["half depth"]
-            row["ideal_speedup"] = round(full / ((1 - share) * full + share * half), 3)
-            row["share_of_ideal"] = round(row["speedup"] / row["ideal_speedup"], 3)
+            full, half = 1 / decoding[STOCK], 1 / decoding[UPPER_BOUND]
+            ideal = full / ((1 - share) * full + share * half)
+            row["ideal_speedup"] = round(ideal, 3)
+            row["share_of_ideal"] = round(decoding[name] / decoding[STOCK] / ideal, 3)
         found.append(row)
     return found
 

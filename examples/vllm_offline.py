@@ -24,9 +24,8 @@ parser.add_argument("--new-tokens", type=int, default=64)
 args = parser.parse_args()
 
 if args.risk is not None:
-    # Gates decide while the model runs, which compiled graphs do not support.
     tide = {"artifact": args.artifact, "risk": args.risk, "on_drift": "full_depth"}
-    options = {"enforce_eager": True}
+    options = {}
 else:
     tide = {"artifact": args.artifact, "mode": "lossless"}
     proposer = {"method": "custom_class", "model": "tide.vllm.proposer.TableProposer"}

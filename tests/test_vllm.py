@@ -37,6 +37,7 @@ aiohttp = pytest.importorskip("aiohttp", reason="comes with vLLM")
 
 CASES = Path(__file__).parent / "vllm_cases.py"
 NEW = 24
+COMPILED = {"enforce_eager": False}  # as vLLM starts by default
 
 pytestmark = [
     pytest.mark.vllm,
@@ -55,6 +56,11 @@ def case(name: str, **given: Any) -> Any:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def added(*counts: list[int]) -> list[int]:
+    """Counts by layer, added up."""
+    return [sum(of_a_layer) for of_a_layer in zip(*counts, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +88,8 @@ def test_unreachable_thresholds_keep_the_token_ids_of_vllm(
     smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], baseline: Any
 ) -> None:
     never = {"artifact": str(small_artifact), "uncertified": True, "threshold_scale": -1.0}
-    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=never)
+    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=never,
+                 options=COMPILED)  # fmt: skip
     assert found["class"] == baseline["class"] == "TideLlamaForCausalLM"
     assert "exits" not in baseline and found["exits"] == {}
     assert found["answers"] == baseline["answers"]
@@ -95,16 +102,20 @@ def test_certified_exits_are_counted_and_stay_within_the_risk(
     made = Artifact.load(certified_artifact)
     (certificate,) = made.certificates
     tide = {"artifact": str(certified_artifact), "risk": certificate.risk, "attention": attention,
-            "audit_rate": 0.1}  # fmt: skip
-    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide)
+            "audit_rate": 0.1, "gates": "always"}  # fmt: skip
+    compiled = attention == "subset"  # the other has no need of graphs
+    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide,
+                 options=COMPILED if compiled else {})  # fmt: skip
     exits = {int(layer): n for layer, n in found["exits"].items()}
     assert sum(exits.values()) > 0
-    assert found["tokens"] == found["seen"]
+    assert found["tokens"] == found["attended" if compiled else "seen"]
+    assert found["graphs"] == (found["units"] if compiled else 0)  # each unit once, and no more
+    assert found["stored"] == added(found["tokens"], found["fills"])
     # A token that exited after a layer skips the layers above; nothing else is skipped.
     given = found["tokens"][0]
     for n, tokens in enumerate(found["tokens"]):
         assert tokens == given - sum(count for layer, count in exits.items() if layer < n)
-    assert [t + f for t, f in zip(found["tokens"], found["fills"], strict=True)] == [given] * 30
+    assert added(found["tokens"], found["fills"]) == [given] * 30
     assert found["audited"] > 0
     texts = [p + answer for p, answer in zip(prompts, found["answers"], strict=True)]
     same = case(
@@ -118,8 +129,8 @@ def test_preemption_and_prefix_caching_lose_no_token(
     smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], baseline: Any
 ) -> None:
     tight = {"num_gpu_blocks_override": 20, "block_size": 32, "max_num_seqs": 8,
-             "enable_prefix_caching": True}  # fmt: skip
-    exits = {"artifact": str(small_artifact), "uncertified": True}
+             "enable_prefix_caching": True, **COMPILED}  # fmt: skip
+    exits = {"artifact": str(small_artifact), "uncertified": True, "gates": "always"}
     for threshold_scale, same in ((-1.0, True), (1.0, False)):
         tide = {**exits, "threshold_scale": threshold_scale}
         found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide,
@@ -207,6 +218,12 @@ def test_every_architecture_skips_the_same_layers_in_both_attentions(
     assert found["no exits"] == found["vLLM"]
     assert found["subset"] == found["all"] != found["vLLM"]
     assert sum(found["exits"].values()) > 20
+    compiled = case("compiled", model=str(tmp_path), tide=tide, inductor=family == "llama", **SHORT)
+    assert compiled["no exits"] == found["vLLM"] and compiled["exits"] == found["subset"]
+    assert compiled["tokens"] == compiled["attended"]
+    assert sum(compiled["fills"]) > 0
+    assert compiled["stored"] == added(compiled["tokens"], compiled["fills"])
+    assert compiled["graphs"] == 3  # two segments, and the KV of the second; no more while serving
 
 
 def test_two_ranks_predict_the_tokens_of_one(tmp_path: Path) -> None:
@@ -221,10 +238,11 @@ def test_two_ranks_predict_the_tokens_of_one(tmp_path: Path) -> None:
     Artifact(fingerprint(model, locate(model)), 128, exits, vocabulary=some).save(
         tmp_path / "exits"
     )
-    tide = {"artifact": str(tmp_path / "exits"), "uncertified": True, "audit_rate": 0.0}
+    tide = {"artifact": str(tmp_path / "exits"), "uncertified": True, "audit_rate": 0.0,
+            "gates": "always"}  # fmt: skip
     alone = case("answer", model=str(tmp_path / "model"), tide=tide, **SHORT)
     assert sum(alone["exits"].values()) > 0
-    both = {**SHORT, "options": {**SHORT["options"], "tensor_parallel_size": 2}}
+    both = {**SHORT, "options": {**SHORT["options"], "tensor_parallel_size": 2, **COMPILED}}
     assert case("ids", model=str(tmp_path / "model"), tide=tide, **both) == alone["answers"]
 
 
@@ -305,12 +323,16 @@ def configuration(path: Path, tide: Any, **changes: Any) -> Any:
     """The part of vLLM's configuration that the settings read."""
     config = AutoConfig.from_pretrained(path)
     config.architectures = changes.pop("architectures", config.architectures)
-    model = {"enforce_eager": True, "dtype": torch.float32, "hf_config": config,
+    from vllm.config import CUDAGraphMode
+
+    mode = changes.pop("graphs", CUDAGraphMode.NONE)
+    model = {"dtype": torch.float32, "hf_config": config,
              "hf_text_config": config, "quantization": None,
              **changes.pop("model", {})}  # fmt: skip
     return SimpleNamespace(
         additional_config={"tide": tide},
         model_config=SimpleNamespace(**model),
+        compilation_config=SimpleNamespace(cudagraph_mode=mode),
         parallel_config=SimpleNamespace(pipeline_parallel_size=changes.pop("pipeline", 1)),
         speculative_config=changes.pop("speculative", None),
         lora_config=changes.pop("lora", None),
@@ -322,6 +344,8 @@ def configuration(path: Path, tide: Any, **changes: Any) -> Any:
 def test_unsupported_settings_raise(
     smollm2_path: Path, small_artifact: Path, monkeypatch: Any
 ) -> None:
+    from vllm.config import CUDAGraphMode
+
     good = {"artifact": str(small_artifact), "uncertified": True}
 
     def read(tide: Any = good, **changes: Any) -> Any:
@@ -337,7 +361,8 @@ def test_unsupported_settings_raise(
         (CertificateError, "names no risk", {"artifact": "x"}, {}),
         (CertificateError, "tide certify.*propagate", {**good, "uncertified": False, "risk": 0.02},
          {}),
-        (ConfigError, "--enforce-eager", good, {"model": {"enforce_eager": False}}),
+        (ConfigError, "PIECEWISE", good, {"graphs": CUDAGraphMode.FULL_AND_PIECEWISE}),
+        (ConfigError, "gates is 'never'", {**good, "gates": "never"}, {}),
         (ConfigError, "do not combine", good, {"speculative": object()}),
         (UnsupportedModelError, "pipeline_parallel_size", good, {"pipeline": 2}),
         (UnsupportedModelError, "LoRA adapters", good, {"lora": object()}),

@@ -18,6 +18,9 @@ os.environ.update(
     OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
 )
+# vLLM then traces each graph once, without guards, as always, but does not fuse it: seconds instead
+# of minutes.
+os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
 
 
 def start(given: dict[str, Any], **options: Any) -> Any:
@@ -54,8 +57,36 @@ def in_waves(llm: Any, prompts: list[list[int]], new: int, wave: int = 8) -> lis
     return [found[number] for number in range(len(prompts))]
 
 
+def watch_attention(model: Any) -> tuple[list[int], list[int]]:
+    """Tokens that attend in each layer, and tokens that store KV, counted from now on."""
+    attended, stored = ([0] * len(model.model.layers) for _ in range(2))
+    for n, layer in enumerate(model.model.layers):
+        impl = layer.self_attn.attn.impl
+
+        def attend(*args: Any, n: int = n, forward: Any = impl.forward, **kwargs: Any) -> Any:
+            attended[n] += args[5].num_actual_tokens if args[5] is not None else 0
+            return forward(*args, **kwargs)
+
+        def store(*args: Any, n: int = n, update: Any = impl.do_kv_cache_update) -> Any:
+            stored[n] += len(args[-1])
+            return update(*args)
+
+        impl.forward, impl.do_kv_cache_update = attend, store
+    return attended, stored
+
+
+def graphs() -> int:
+    """Graphs that torch has traced so far."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def answer(given: dict[str, Any]) -> Any:
-    """Answers; with exits also their counts, and the tokens that hooks on the layers saw."""
+    """Answers; with exits also their counts, and what ran as others saw it.
+
+    Hooks see the layers if nothing is compiled; attention is seen below the compiled graphs.
+    """
     llm = start(given)
     model = decoder(llm)
     seen = [0] * len(model.model.layers)
@@ -63,6 +94,7 @@ def answer(given: dict[str, Any]) -> Any:
         layer.mlp.register_forward_pre_hook(
             lambda _, args, n=n: seen.__setitem__(n, seen[n] + len(args[0]))
         )
+    attended, stored = watch_attention(model)
     histories = []
     if getattr(model, "tide", None) is not None:
         from tide.vllm.history import History
@@ -78,7 +110,9 @@ def answer(given: dict[str, Any]) -> Any:
         counts = model.tide.counts
         found |= {
             "exits": model.tide.exits, "tokens": counts.tokens, "fills": counts.fills,
-            "seen": seen, "audited": model.tide.monitor.sequences if model.tide.monitor else None,
+            "seen": seen, "attended": attended, "stored": stored, "graphs": graphs(),
+            "units": 2 * len(model.tide.units.layers) - 1,
+            "audited": model.tide.monitor.sequences if model.tide.monitor else None,
         }  # fmt: skip
     names = ("vllm:num_preemptions", "vllm:spec_decode_num_accepted_tokens")
     found["metrics"] = {
@@ -113,6 +147,23 @@ def both_attentions(given: dict[str, Any]) -> Any:
     return found
 
 
+def compiled(given: dict[str, Any]) -> Any:
+    """Answers with and without exits by script, compiled, and what ran as attention saw it."""
+    from tide.exits.policy import ScriptedPolicy
+
+    llm = start(given, enforce_eager=False)
+    model = decoder(llm)
+    attended, stored = watch_attention(model)
+    tide, found = model.tide, {}
+    for name, share in (("no exits", 0.0), ("exits", 0.5)):
+        tide.gates.script = ScriptedPolicy.share(share)
+        found[name] = in_waves(llm, given["prompts"], given["new"], wave=2)
+    counts = {"tokens": tide.counts.tokens, "fills": tide.counts.fills}
+    return {
+        **found, **counts, "attended": attended, "stored": stored, "graphs": graphs(),
+    }  # fmt: skip
+
+
 def calibration_answers(given: dict[str, Any]) -> Any:
     """The answers along which calibration collects states."""
     from tide.vllm.answers import VllmAnswers
@@ -136,4 +187,6 @@ def target_matches(given: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
+    if json.loads(sys.argv[2]).get("inductor"):
+        os.environ["VLLM_CPU_CI_ENV"] = "0"
     print(json.dumps(globals()[sys.argv[1]](json.loads(sys.argv[2]))))

@@ -1,7 +1,6 @@
 """TIDE in vLLM: certified early exit and lossless drafts, as a plugin without a fork.
 
-    vllm serve MODEL --enforce-eager \\
-        --additional-config '{"tide": {"artifact": "DIR", "risk": 0.02}}'
+    vllm serve MODEL --additional-config '{"tide": {"artifact": "DIR", "risk": 0.02}}'
 
 Without "tide" in the additional configuration, every model is vLLM's own, unchanged.
 """

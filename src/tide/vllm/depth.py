@@ -1,20 +1,26 @@
-"""The forward pass with exits: vLLM's own layers, segment by segment.
+"""The forward pass with exits: vLLM's own layers, segment by segment, compiled as vLLM compiles.
 
-A token that exits gets the output of its exit head; the layers above run for it only until its KV
-is stored (`kv_cache_strategy="propagate"`). The other tokens continue without it.
+A token that exits gets the output of its exit head; the layers above only store its KV
+(`kv_cache_strategy="propagate"`). The other tokens continue without it.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import logging
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from vllm.forward_context import get_forward_context, override_forward_context
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
+from torch import Tensor, nn
+from vllm.distributed import get_tp_group
+from vllm.forward_context import (
+    ForwardContext,
+    get_forward_context,
+    override_forward_context,
+)
 
 from tide.errors import UnsupportedModelError
 from tide.risk import DriftMonitor
@@ -23,13 +29,30 @@ from tide.vllm.active import ActiveTokens
 from tide.vllm.gates import Gates
 from tide.vllm.metadata import Requests, can_subset, with_requests, with_slots
 from tide.vllm.metrics import Metrics
+from tide.vllm.payoff import ExitCosts, Payoff
 from tide.vllm.settings import Settings
+from tide.vllm.units import Units
 
-logger = init_logger(__name__)
+logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
+
+_SEVERAL = 8  # tokens with which units are compiled; any other number will do
 
 
-class _Stored(Exception):  # noqa: N818 - not an error
-    """The KV of the tokens is stored; the rest of the layer is skipped."""
+class _Attended(nn.Module):
+    """In place of a layer's attention: returns the output that was computed before."""
+
+    output: Tensor
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        return self.output
+
+
+def _without_attention(layer: Any) -> Any:
+    """A copy of a layer, with its weights, whose attention is given."""
+    made = copy.copy(layer)
+    made._modules = dict(layer._modules)
+    made.self_attn = _Attended()
+    return made
 
 
 class DepthForward:
@@ -43,6 +66,8 @@ class DepthForward:
     Attributes:
         counts: calls and tokens of each layer.
         exits: tokens that exited after each layer.
+        units: the segments between checkpoints.
+        payoff: whether the gates are worth evaluating; None until costs are measured.
         monitor: the drift monitor; None without a certificate.
         tripped: whether drift has turned exits off.
     """
@@ -53,22 +78,24 @@ class DepthForward:
         self.counts = LayerCounts.zeros(len(self.layers))
         self.exits: dict[int, int] = {}
         self.monitor: DriftMonitor | None = None
+        self.payoff: Payoff | None = None
         self.tripped = False
+        self._ready = False
         self._draw = random.Random(0)
         self._attention = [layer.self_attn.attn for layer in self.layers]
         self._by_name = {attn.layer_name: attn for attn in self._attention}
-        for layer, attn in zip(self.layers, self._attention, strict=True):
+        for attn in self._attention:
             if attn.attn_backend.forward_includes_kv_cache_update:
                 raise UnsupportedModelError(
                     f"The attention backend {attn.attn_backend.get_name()} stores KV inside "
                     "attention, so a token cannot store its KV without attending. Choose another "
                     "with --attention-backend."
                 )
-            self._patch(layer.self_attn)
-        self._filling = False
-        self._attended: Tensor | None = None  # output that the next attention call returns
         self._logits: Callable[[Tensor], Tensor] = model.compute_logits
         self.gates = Gates(model, self._attention, vllm_config, settings)
+        begins = [0, *(checkpoint.layer + 1 for checkpoint in self.gates.checkpoints)]
+        self.units = Units(self.decoder, vllm_config, [*begins, len(self.layers)])
+        self._most = int(vllm_config.scheduler_config.max_num_seqs)
         if settings.risk is not None and not settings.uncertified:
             self.monitor = DriftMonitor(settings.risk, settings.delta)
         self.metrics = Metrics(self.counts, self.exits)
@@ -80,22 +107,25 @@ class DepthForward:
         """The normed last states of all tokens, `[tokens, hidden]`."""
         hidden = embeds if embeds is not None else self.decoder.embed_input_ids(ids)
         context = get_forward_context()
-        requests = self.gates.requests(context) if self.gates.checkpoints else None
-        decoding = [] if requests is None else requests.decoding()
-        if requests is not None and not self.tripped:
+        requests = self.gates.requests(context)
+        self._get_ready(positions, hidden, context)
+        if requests is None:  # vLLM warms up
+            return self.units.warm_up(positions, hidden)
+        decoding = requests.decoding() if self.gates.checkpoints else []
+        if self.gates.checkpoints and not self.tripped:
             self.gates.remember(requests, ids)
-        if requests is None or not decoding or self.tripped:
-            active = ActiveTokens.all_of(hidden, positions, context)
-            self._run(0, len(self.layers), active)
-            self.metrics.after_pass(len(decoding))
-            return self._normed(active)
-        out = torch.zeros_like(hidden)
         count = int(requests.starts[-1])  # the rest is padding
         active = ActiveTokens.all_of(hidden[:count], positions[:count], context)
-        if self.settings.attention == "all" or not can_subset(context, self._attention[0]):
-            active.exit_states = torch.zeros_like(active.hidden)
-            active.all_positions = active.positions
-        self._run_segments(requests, decoding, active, out)
+        out = torch.zeros_like(hidden)
+        if not decoding or self.tripped or not self._pays(len(decoding)):
+            for number in range(len(self.units.layers)):
+                self._run(number, active)
+            out[:count] = active.hidden
+        else:
+            if self.settings.attention == "all" or not can_subset(context, self._attention[0]):
+                active.exit_states = torch.zeros_like(active.hidden)
+                active.all_positions = active.positions
+            self._run_segments(requests, decoding, active, out)
         self.metrics.after_pass(len(decoding))
         return out
 
@@ -110,73 +140,78 @@ class DepthForward:
             active: all tokens.
             out: receives the normed last states, `[tokens, hidden]`.
         """
-        token_of, low = requests.starts[:-1].long(), 0
+        token_of = requests.starts[:-1].long()
         # Audited requests run at full depth -> the normed state that their exit head returned.
         audits: dict[int, Tensor | None] = dict.fromkeys(
             request for request in candidates if self._draw.random() < self.settings.audit_rate
         )
+        self._run(0, active)
         for number, checkpoint in enumerate(self.gates.checkpoints):
-            if not candidates:
-                break
-            self._run(low, checkpoint.layer + 1, active)
-            low = checkpoint.layer + 1
             places = torch.searchsorted(active.tokens, token_of[candidates])
             states = active.states(places)
-            passed = self.gates.decide(number, states, candidates, requests)
-            if not passed:
-                continue
-            read = self.decoder.norm(checkpoint.head.transform(states[passed]))
+            passed = self.gates.decide(number, states, candidates, requests) if candidates else []
+            if self.payoff is not None:
+                self.payoff.add(number, len(passed), len(candidates))
             exits: list[int] = []  # of those that passed, the ones not audited
-            for k, passing in enumerate(passed):
-                request = candidates[passing]
-                if request not in audits:
-                    exits.append(k)
-                elif audits[request] is None:  # the first exit is the one that counts
-                    audits[request] = read[k]
-            if not exits:
-                continue
-            exiting = [passed[k] for k in exits]
-            out[token_of[[candidates[k] for k in exiting]]] = read[exits]
-            self.exits[checkpoint.layer] = self.exits.get(checkpoint.layer, 0) + len(exits)
-            active = self._exit(low, active, places[exiting], requests)
-            if not len(active.tokens):
-                break
-            candidates = [r for k, r in enumerate(candidates) if k not in exiting]
+            if passed:
+                read = self.decoder.norm(checkpoint.head.transform(states[passed]))
+                for k, passing in enumerate(passed):
+                    request = candidates[passing]
+                    if request not in audits:
+                        exits.append(k)
+                    elif audits[request] is None:  # the first exit is the one that counts
+                        audits[request] = read[k]
+            if exits:
+                exiting = [passed[k] for k in exits]
+                out[token_of[[candidates[k] for k in exiting]]] = read[exits]
+                self.exits[checkpoint.layer] = self.exits.get(checkpoint.layer, 0) + len(exits)
+                active = self._exit(number + 1, active, places[exiting], requests)
+                if not len(active.tokens):
+                    break
+                candidates = [r for k, r in enumerate(candidates) if k not in exiting]
+            self._run(number + 1, active)
         if len(active.tokens):
-            self._run(low, len(self.layers), active)
-            out[active.tokens] = self._normed(active)
+            out[active.tokens] = active.hidden
         if audits:
             self._audit(audits, out[token_of])
 
-    def _run(self, low: int, high: int, active: ActiveTokens) -> None:
-        """Run layers `[low, high)` for the active tokens."""
+    def _run(self, number: int, active: ActiveTokens) -> None:
+        """Run a segment for the active tokens."""
+        states = (active.hidden,) if active.residual is None else (active.hidden, active.residual)
+        layers = range(*self.units.layers[number])
         with override_forward_context(active.context):
-            for n in range(low, high):
-                layer = self.layers[n]
-                if active.some_exited:
-                    # Attention runs for all tokens, since its metadata cannot be cut; the rest of
-                    # the layer runs for the active ones.
-                    assert active.exit_states is not None
-                    active.exit_states[active.tokens] = active.states()
-                    attended = layer.self_attn(
-                        positions=active.all_positions,
-                        hidden_states=layer.input_layernorm(active.exit_states),
-                    )
-                    self._attended = attended[active.tokens]
-                    self.counts.fills[n] += len(active.exit_states) - len(active.tokens)
-                active.hidden, active.residual = layer(
-                    active.positions, active.hidden, active.residual
-                )
-                self.counts.calls[n] += 1
-                self.counts.tokens[n] += len(active.tokens)
+            if active.some_exited:
+                self._run_after_attention(layers, active)
+            else:
+                active.hidden, active.residual = self.units.run(number, active.positions, *states)
+        for n in layers:
+            self.counts.calls[n] += 1
+            self.counts.tokens[n] += len(active.tokens)
+
+    def _run_after_attention(self, layers: range, active: ActiveTokens) -> None:
+        """Run layers whose attention metadata cannot be cut, and so attends for all tokens."""
+        assert active.exit_states is not None
+        for n in layers:
+            layer = self.layers[n]
+            active.exit_states[active.tokens] = active.states()
+            attended = layer.self_attn(
+                positions=active.all_positions,
+                hidden_states=layer.input_layernorm(active.exit_states),
+            )
+            rest = _without_attention(layer)
+            rest.self_attn.output = attended[active.tokens]
+            active.hidden, active.residual = rest(active.positions, active.hidden, active.residual)
+            self.counts.fills[n] += len(active.exit_states) - len(active.tokens)
+        if layers.stop == len(self.layers):
+            active.hidden, active.residual = self.decoder.norm(active.hidden, active.residual)
 
     def _exit(
-        self, low: int, active: ActiveTokens, places: Tensor, requests: Requests
+        self, number: int, active: ActiveTokens, places: Tensor, requests: Requests
     ) -> ActiveTokens:
-        """Let tokens exit that have passed layers `[0, low)`.
+        """Let tokens exit.
 
         Args:
-            low: the first layer that they skip.
+            number: of the first segment that they skip.
             active: the tokens that ran so far.
             places: those that exit, as indices into `active`.
             requests: of the pass.
@@ -188,56 +223,55 @@ class DepthForward:
         continues[places] = False
         rest, states = active.keep(continues), active.states(places)
         if active.exit_states is None:
-            self._fill(low, active.positions[places], states, active.tokens[places])
+            self._store(number, active.positions[places], states, active.tokens[places])
             if len(rest.tokens):
                 ends = requests.starts[1:].long()
                 running = torch.bucketize(rest.tokens, ends, right=True).unique()
                 rest.context = with_requests(running, rest.tokens, self._by_name)
         else:
+            assert active.all_positions is not None
             active.exit_states[active.tokens[places]] = states
             rest.some_exited = True
             if not len(rest.tokens):
                 everything = torch.arange(len(active.exit_states), device=states.device)
-                self._fill(low, active.all_positions, active.exit_states, everything)
+                self._store(number, active.all_positions, active.exit_states, everything)
         return rest
 
-    def _fill(self, low: int, positions: Any, states: Tensor, tokens: Tensor) -> None:
-        """Store the KV of tokens in the layers from `low` on, and run nothing else for them."""
-        self._filling = True
+    def _store(self, number: int, positions: Tensor, states: Tensor, tokens: Tensor) -> None:
+        """Store the KV of tokens in the segments from `number` on, and run nothing else of them."""
         with override_forward_context(with_slots(tokens)):
-            for n in range(low, len(self.layers)):
-                layer = self.layers[n]
-                try:
-                    layer.self_attn(
-                        positions=positions, hidden_states=layer.input_layernorm(states)
-                    )
-                except _Stored:
+            for segment in range(number, len(self.units.layers)):
+                self.units.store(segment, positions, states)
+                for n in range(*self.units.layers[segment]):
                     self.counts.fills[n] += len(tokens)
-        self._filling = False
 
-    def _patch(self, attention: Any) -> None:
-        """Let a layer's attention stop once KV is stored, or return what was already computed."""
-        whole, attn = attention.forward, attention.attn
-        attend = attn.forward
+    # ---- before the first pass
 
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            if self._attended is not None:
-                attended, self._attended = self._attended, None
-                return attended
-            return whole(*args, **kwargs)
+    def _get_ready(self, positions: Tensor, hidden: Tensor, context: ForwardContext) -> None:
+        """Compile all units, where vLLM compiles, and measure what they and the gates cost; once.
 
-        def store(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if not self._filling:
-                return attend(query, key, value, *args, **kwargs)
-            key = key.view(-1, attn.num_kv_heads, attn.head_size)
-            value = value.view(-1, attn.num_kv_heads, attn.head_size_v)
-            unified_kv_cache_update(key, value, attn.layer_name)
-            raise _Stored
+        Not left to the first pass that needs a unit: compiled from one token, it would be for one.
+        """
+        if self._ready:
+            return
+        self._ready = True
+        # As in a warm-up of vLLM: nothing attends, and no KV is written.
+        idle = dataclasses.replace(context, attn_metadata=None, slot_mapping={})  # type: ignore[arg-type]
+        with override_forward_context(idle):
+            where, states = positions[:1].repeat(_SEVERAL), hidden[:1].repeat(_SEVERAL, 1)
+            self.units.warm_up(where, states)
+            if self.settings.gates == "always" or self.settings.script is not None:
+                return
+            if not self.gates.checkpoints:
+                return
+            costs = ExitCosts.measure(self.units, self.gates.gates, where, states, self._most)
+        # The first rank's, so that all ranks choose alike.
+        self.payoff = Payoff(get_tp_group().broadcast_object(costs, src=0))
+        logger.info("TIDE: %s", self.payoff.summary(self._most))
 
-        attention.forward, attn.forward = forward, store
-
-    def _normed(self, active: ActiveTokens) -> Tensor:
-        return self.decoder.norm(active.hidden, active.residual)[0]
+    def _pays(self, requests: int) -> bool:
+        """Whether the gates are worth evaluating for so many requests."""
+        return self.payoff is None or self.payoff.pays(requests)
 
     # ---- the audit
 

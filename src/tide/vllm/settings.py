@@ -33,6 +33,9 @@ class Settings:
             disagreement than the risk.
         attention: "subset" skips attention of exited tokens above their exit; "all" skips their
             MLPs only, for attention backends whose metadata cannot be cut.
+        gates: "by_cost" evaluates them where they pay at that number of requests, by their measured
+            costs and the exits seen so far, and elsewhere runs every token at full depth; "always"
+            evaluates them everywhere, so that answers do not depend on the load.
         cross_request_drafts: in mode "lossless", also draft from recent answers to other requests.
             No request sees the text of another, but a faster answer can reveal that it resembles
             one.
@@ -49,6 +52,7 @@ class Settings:
     audit_rate: float = 0.01
     on_drift: str = "warn"
     attention: str = "subset"
+    gates: str = "by_cost"
     cross_request_drafts: bool = False
     script: float | None = None
 
@@ -79,6 +83,8 @@ class Settings:
             raise ConfigError(
                 f"on_drift is {self.on_drift!r}; it must be one of {', '.join(REACTIONS)}."
             )
+        if self.gates not in ("by_cost", "always"):
+            raise ConfigError(f"gates is {self.gates!r}; it must be 'by_cost' or 'always'.")
         if self.attention not in ("subset", "all"):
             raise ConfigError(f"attention is {self.attention!r}; it must be 'subset' or 'all'.")
         if self.artifact is None and self.script is None:
@@ -110,10 +116,10 @@ class Settings:
 
 def _check_exits(vllm_config: Any) -> None:
     """Raise for a configuration of vLLM that early exit does not support."""
-    if not vllm_config.model_config.enforce_eager:
+    if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         raise ConfigError(
-            "Early exit decides while the model runs, which compiled graphs cannot follow. "
-            "Add --enforce-eager."
+            "A full CUDA graph replays the whole model, and exits decide inside it. Add "
+            """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
         )
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise UnsupportedModelError(

@@ -1,0 +1,192 @@
+"""Segments of a decoder that vLLM compiles apart, with Python between them.
+
+vLLM compiles a module as one graph and drops all guards, so a decision cannot stand inside. A unit
+is such a module: one segment of the decoder, or what stores the KV of one. With --enforce-eager
+vLLM compiles none of them, and they run as they are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import dataclasses
+import itertools
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.compilation.backends import set_model_tag
+from vllm.compilation.decorators import support_torch_compile
+from vllm.config import set_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention.attention import _encode_layer_name
+
+
+class _Segment(nn.Module):
+    """Layers, and the final norm behind the last of them."""
+
+    def __init__(
+        self, *, vllm_config: Any, prefix: str = "", layers: Sequence[Any], norm: Any = None
+    ) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), norm
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        assert residual is not None
+        if self.norm is None:
+            return hidden_states, residual
+        return self.norm(hidden_states, residual)
+
+
+class _StoreKV(nn.Module):
+    """The layers of a segment as far as they store KV, all from the same states."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "", layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(layer.input_layernorm for layer in layers)
+        self.attention = nn.ModuleList(_storing(layer.self_attn) for layer in layers)
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> list[Tensor]:
+        # What comes back is empty, but a compiler drops stores whose result nobody gets.
+        return [
+            attention(positions=positions, hidden_states=norm(hidden_states))
+            for norm, attention in zip(self.norms, self.attention, strict=True)
+        ]
+
+
+class _Store(nn.Module):
+    """In place of attention: stores keys and values, and attends to nothing."""
+
+    def __init__(self, attn: Any) -> None:
+        super().__init__()
+        self.layer_name = attn.layer_name
+        self.key_shape = -1, attn.num_kv_heads, attn.head_size
+        self.value_shape = -1, attn.num_kv_heads, attn.head_size_v
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return torch.ops.vllm.unified_kv_cache_update(
+            key.view(self.key_shape), value.view(self.value_shape),
+            _encode_layer_name(self.layer_name),
+        )  # fmt: skip
+
+
+class _Nothing(nn.Module):
+    """In place of the projection of attention's output, of which there is none."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        return hidden_states, None
+
+
+def _storing(attention: Any) -> Any:
+    """A copy of a layer's attention, with its weights, that only stores KV."""
+    made = copy.copy(attention)
+    made._modules = dict(attention._modules)
+    made.attn, made.o_proj = _Store(attention.attn), _Nothing()
+    return made
+
+
+class Units:
+    """The segments of a decoder, and for each but the first what only stores its KV.
+
+    Args:
+        decoder: vLLM's.
+        vllm_config: vLLM's.
+        bounds: the layers at which segments begin, then the number of layers.
+
+    Attributes:
+        layers: of each segment, its first and the one after its last.
+    """
+
+    def __init__(self, decoder: Any, vllm_config: Any, bounds: Sequence[int]) -> None:
+        self.layers = list(itertools.pairwise(bounds))
+        self._config = vllm_config
+        every = list(decoder.layers)
+        self._segments = [
+            self._make(
+                _Segment, lo, hi, layers=every[lo:hi],
+                norm=decoder.norm if hi == len(every) else None,
+            )
+            for lo, hi in self.layers
+        ]  # fmt: skip
+        self._stores = [
+            self._make(_StoreKV, lo, hi, layers=every[lo:hi]) for lo, hi in self.layers[1:]
+        ]
+        compilation = vllm_config.compilation_config
+        graphs = compilation.cudagraph_mode.has_piecewise_cudagraphs()
+        self._sizes = sorted(compilation.cudagraph_capture_sizes or ()) if graphs else []
+        self._buffers: list[Tensor] = []
+
+    def run(self, number: int, positions: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a segment.
+
+        Args:
+            number: of the segment.
+            positions: of the tokens, `[t]`.
+            states: what vLLM's layers carry, `[t, hidden]` each: the embeddings for the first
+                segment, hidden state and residual for the others.
+
+        Returns:
+            Hidden state and residual; of the last segment the normed state and the one before.
+        """
+        hidden, residual = self._call(self._segments[number], positions, *states)
+        return hidden, residual
+
+    def store(self, number: int, positions: Tensor, states: Tensor) -> None:
+        """Store the KV of a segment, not the first, and run nothing else of it."""
+        self._call(self._stores[number - 1], positions, states)
+
+    def warm_up(self, positions: Tensor, hidden: Tensor) -> Tensor:
+        """Run every unit, so that vLLM compiles all of them now; returns the normed states."""
+        states: tuple[Tensor, ...] = (hidden,)
+        for number in range(len(self.layers)):
+            if number:
+                self.store(number, positions, states[0] + states[1])
+            states = self.run(number, positions, *states)
+        return states[0]
+
+    def _call(self, unit: Any, *given: Tensor) -> Any:
+        """Run a unit; in front of CUDA graphs, from static buffers and at a captured size."""
+        if not self._sizes:
+            return unit(*given)
+        tokens = len(given[0])
+        at = bisect.bisect_left(self._sizes, tokens)
+        size = self._sizes[at] if at < len(self._sizes) else tokens
+        if not self._buffers:  # positions, hidden state, residual
+            most = self._config.scheduler_config.max_num_batched_tokens
+            shapes = (given[0], given[1], given[1])
+            self._buffers = [one.new_zeros((most, *one.shape[1:])) for one in shapes]
+        used = self._buffers[: len(given)]
+        for buffer, tensor in zip(used, given, strict=True):
+            buffer[:tokens].copy_(tensor)
+        context = get_forward_context()
+        before = context.batch_descriptor
+        if before is not None:  # it names the graph to replay
+            context.batch_descriptor = dataclasses.replace(before, num_tokens=size)
+        out = unit(*(buffer[:size] for buffer in used))
+        context.batch_descriptor = before
+        # The graph's own memory is written again by the next replay.
+        return [tensor[:tokens].clone() for tensor in out]
+
+    def _make(self, base: type[nn.Module], lo: int, hi: int, **parts: Any) -> Any:
+        """A unit of its own class and code.
+
+        vLLM finds compiled code by the code object, and on disk by the qualified name and the first
+        line of `forward`; units that shared them would run each other's graph.
+        """
+        name = f"{base.__name__[1:]}_{lo}_{hi}"
+        forward: Any = base.forward
+        own = types.FunctionType(
+            forward.__code__.replace(co_name=name), forward.__globals__, name, forward.__defaults__
+        )
+        own.__annotations__, own.__qualname__ = dict(forward.__annotations__), f"{name}.forward"
+        unit: Any = type(name, (base,), {"forward": own, "__module__": __name__})
+        tensors = [name for name in forward.__annotations__ if name != "return"]
+        unit = support_torch_compile(dynamic_arg_dims=dict.fromkeys(tensors, 0))(unit)
+        with set_current_vllm_config(self._config), set_model_tag(name):
+            return unit(vllm_config=self._config, prefix=name, **parts)
