@@ -181,8 +181,6 @@ def _command(name: str, what: str) -> str:
 
 def _positional(action: argparse.Action) -> str:
     name = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-    if "[" in name:  # it stands for several
-        return name
     return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name} ..."}.get(str(action.nargs), name)
 
 

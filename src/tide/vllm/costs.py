@@ -28,7 +28,7 @@ def measure_steps(step: Callable[[int], Any], most: int) -> dict[int, float]:
     """
     if get_forward_context().attn_metadata is not None:
         return {}
-    steps = {str(n): partial(step, n) for n in _TOKENS if n <= most}
+    steps: dict[str, Callable[[], Any]] = {str(n): partial(step, n) for n in _TOKENS if n <= most}
     began = time.perf_counter()
     for run in steps.values():
         run()

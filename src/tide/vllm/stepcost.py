@@ -116,7 +116,7 @@ class StepCost:
     def ratio(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:
         """What a drafted step of so many tokens costs, in steps without drafts."""
         # A measured curve is trusted; an assumed one gives way to some observed steps.
-        fixed, factor = self._drafted_steps(requests).line(20.0 if self.measured else 1.0)
+        fixed, factor = self._drafted_steps(requests).line(20.0 if self.measured else 0.02)
         return 1 + np.maximum(fixed + factor * self._more(requests, tokens), 0.0)
 
     def _more(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:

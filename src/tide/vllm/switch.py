@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _ON, _OFF = 1.03, 1.01  # mean expected gain above which drafting goes on, below which off
-_LEAST = 32  # steps with drafts found before drafting may go off
-_WAIT = 64, 512  # steps until drafts that do not pay are tried: at first, and at most
+_LEAST = 64  # steps with drafts found before drafting may go off
+_WAIT = 4, 512  # steps until drafts that do not pay are tried: at first, and at most
 
 
 @dataclass
@@ -41,12 +41,13 @@ class DraftSwitch:
         """
         self._steps += 1
         # Drafts that do not pay are not used, so they gain nothing and lose nothing.
-        weight = max(1 / self._steps, 0.02) if self.on else 0.3
+        weight = max(1 / self._steps, 0.02) if self.on else 0.2
         self.gain += weight * (max(gain, 1.0) - self.gain)
         if (self.gain < _OFF and self._steps >= _LEAST) if self.on else self.gain > _ON:
             self.on, self._steps = not self.on, 0
+            self._wait = _WAIT[0] if self.on else self._wait
         if self.on and gain > _OFF:
-            self._idle, self._wait = 0, _WAIT[0]
+            self._idle = 0
             return "drafted"
         if self._idle < self._wait:
             return "does_not_pay"
