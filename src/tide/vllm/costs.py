@@ -49,7 +49,7 @@ def describe(costs: dict[int, float]) -> str:
     needed = {n: float(cost.ratio(n, 2 * n)) - 1 for n in (1, 8, 32)}
     # Half is what is assumed of drafts before any was verified.
     pays = ", ".join(
-        f"at {n}: {'yes' if share < 0.5 else 'no'} (if {share:.0%} are accepted)"
+        f"at {n}: {'yes' if share < 0.5 else 'no'} (above {share:.0%} accepted)"
         for n, share in needed.items()
     )
     return f"a step by its tokens, {some}. Drafts pay by requests, {pays}."
