@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import random
-from pathlib import Path
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +15,15 @@ import numpy as np
 import pytest
 
 from tide.vllm import proposer as module
-from tide.vllm.proposer import TableProposer, _DraftToken
+from tide.vllm.proposer import TableProposer
 from tide.vllm.settings import Settings
 from tide.vllm.stepcost import StepCost
+from tide.vllm.switch import DraftSwitch
 
 MAX_LENGTH = 400
+OUTLIERS = (0.8, 0.9, 1, 1, 1, 1.1, 3)  # factors on the cost of a step
+SPREAD = (0.7, 0.8, 0.9, 1, 1, 1.1, 1.2, 1.3)  # a standard deviation of 20 %
+UNDRAFTED: Any = SimpleNamespace(propose=lambda s, n, t: [[] for _ in s])
 
 
 class Engine:
@@ -25,12 +33,18 @@ class Engine:
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, base: float, price: float, more: float = 0.0
-    ) -> None:
+        self, monkeypatch: pytest.MonkeyPatch, base: float, price: float, more: float = 0.0,
+        noise: Sequence[float] = OUTLIERS,
+    ) -> None:  # fmt: skip
         self.base, self.price, self.more, self.now = base, price, more, 0.0
-        self.steps = self.tokens = self.drafted = 0
-        self.noise = random.Random(0)
+        self.steps = self.tokens = self.drafted = self.switched = 0
+        self.noise, self.draw = noise, random.Random(0)
         monkeypatch.setattr(module.time, "perf_counter", lambda: self.now)
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """What a start-up would measure."""
+        return {n: self.base + self.price * n for n in (1, 2, 4, 8, 16, 32, 64)}
 
     def serve(self, proposer: TableProposer, texts: list[list[int]], batch: int) -> None:
         """Serve texts: each is a prompt of four tokens and the answer of the model."""
@@ -38,6 +52,7 @@ class Engine:
         running: list[list[int]] = []
         done: list[int] = []  # known tokens of each
         drafts: list[list[int]] = []
+        on: dict[int, bool] = {}
         while waiting or running:
             while waiting and len(running) < batch:
                 running.append(waiting.pop(0))
@@ -56,34 +71,56 @@ class Engine:
             self.tokens += sum(map(len, sampled))
             self.drafted += drafted
             cost = self.base + self.price * (len(running) + drafted) + self.more * bool(drafted)
-            self.now += cost * self.noise.choice((0.8, 0.9, 1, 1, 1, 1.1, 3))
+            self.now += cost * self.draw.choice(self.noise)
             known = np.zeros((len(running), MAX_LENGTH), np.int32)
             for n, text in enumerate(running):
                 known[n, : len(text)] = text
             drafts = proposer.propose(sampled, np.array(done), known)
             assert max(map(len, drafts)) <= 8
+            for size, switch in getattr(proposer, "_switches", {}).items():
+                self.switched += on.get(size, True) != switch.on
+                on[size] = switch.on
             ended = [n for n, text in enumerate(running) if done[n] + 9 >= len(text)]
             for n in reversed(ended):
                 del running[n], done[n], drafts[n]
 
 
-@pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Makes a proposer without a table, with cross-request drafts or without."""
-    monkeypatch.setattr(module.Artifact, "from_pretrained", lambda _: SimpleNamespace(table=None))
-    monkeypatch.setattr(module, "require_model", lambda *_: None)
+class Recorder:
+    """Stands in for the metrics, which need vLLM."""
 
-    def made(cross_request: bool) -> TableProposer:
-        settings = Settings(
-            artifact=str(tmp_path), mode="lossless", cross_request_drafts=cross_request
-        )
+    def __init__(self) -> None:
+        self.decisions: Counter[str] = Counter()
+        self.drafted = self.accepted = 0
+
+    def step(self, decision: str, drafted: int, accepted: int) -> None:
+        """Count a step."""
+        self.decisions[decision] += 1
+        self.drafted += drafted
+        self.accepted += accepted
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a proposer without an artifact, for a model whose steps were measured or not."""
+    metrics: Any = SimpleNamespace(DraftMetrics=Recorder)
+    monkeypatch.setitem(sys.modules, "tide.vllm.metrics", metrics)
+
+    def made(
+        cross_request: bool = False, costs: Mapping[int, float] | None = None
+    ) -> TableProposer:
+        settings = Settings(mode="lossless", cross_request_drafts=cross_request)
         monkeypatch.setattr(Settings, "read", lambda _: settings)
-        return TableProposer(
+        found = TableProposer(
             SimpleNamespace(
                 speculative_config=SimpleNamespace(num_speculative_tokens=8),
                 model_config=SimpleNamespace(max_model_len=MAX_LENGTH),
             )
         )
+        # As in vLLM, costs are measured after the model was loaded.
+        model = SimpleNamespace(step_costs=None)
+        found.load_model(model)
+        model.step_costs = costs
+        return found
 
     return made
 
@@ -93,23 +130,59 @@ def noise(seed: int, length: int = 120) -> list[int]:
     return [1000 * seed + i for i in range(length)]
 
 
+def random_texts(count: int, length: int = 120, vocabulary: int = 12) -> list[list[int]]:
+    """Texts in which every token has occurred before, and drafts are seldom accepted."""
+    draw = random.Random(1)
+    return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+def copied_texts(count: int, share: float, length: int = 240) -> list[list[int]]:
+    """Texts that repeat themselves; this share of their tokens follows as it did before."""
+    draw = random.Random(2)
+    texts = []
+    for _ in range(count):
+        text = list(range(20))
+        while len(text) < length:
+            follows = (text[-1] + 1) % 20
+            text.append(follows if draw.random() < share else draw.randrange(20))
+        texts.append(text)
+    return texts
+
+
 def test_a_text_that_repeats_itself_is_served_faster(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Engine(monkeypatch, base=0.026, price=0.0004)
-    engine.serve(make(False), [noise(i, 20) * 8 for i in range(6)], 1)
+    engine.serve(make(), [noise(i, 20) * 8 for i in range(6)], 1)
     assert engine.tokens / engine.steps > 3
 
 
-def test_rejected_drafts_cost_next_to_nothing(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = random.Random(1)
-    texts = [[generator.randrange(12) for _ in range(120)] for _ in range(64)]
+@pytest.mark.parametrize("measured", [False, True])
+def test_rejected_drafts_cost_next_to_nothing(
+    make: Any, monkeypatch: pytest.MonkeyPatch, measured: bool
+) -> None:
     took = []
-    for proposer in (make(True), SimpleNamespace(propose=lambda s, n, t: [[] for _ in s])):
+    for served in (True, False):
         engine = Engine(monkeypatch, base=0.03, price=0.004)  # drafts are expensive here
-        engine.serve(proposer, texts, 8)
+        proposer = make(True, engine.curve if measured else None) if served else UNDRAFTED
+        engine.serve(proposer, random_texts(64), 8)
         took.append(engine.now / engine.tokens)
     assert took[0] < 1.04 * took[1]
+
+
+def test_where_drafts_do_not_pay_at_most_one_percent_is_lost(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for batch in (1, 8, 32):
+        took = []
+        for served in (True, False):
+            engine = Engine(monkeypatch, base=0.001, price=0.01, noise=(1,))
+            proposer = make(False, engine.curve) if served else UNDRAFTED
+            engine.serve(proposer, random_texts(batch * 8, 300), batch)
+            took.append(engine.now / engine.tokens)
+            assert engine.steps > 2000
+            assert (engine.drafted > 0) == served  # it is tried now and then
+        assert took[0] < 1.01 * took[1]
 
 
 def test_drafting_stops_where_its_fixed_cost_exceeds_the_gain(
@@ -117,26 +190,23 @@ def test_drafting_stops_where_its_fixed_cost_exceeds_the_gain(
 ) -> None:
     texts = [[*noise(i, 12), *noise(i, 4), *noise(100 + i, 8)] * 5 for i in range(64)]
     took = []
-    for proposer in (make(False), SimpleNamespace(propose=lambda s, n, t: [[] for _ in s])):
+    for served in (True, False):
         engine = Engine(monkeypatch, base=0.03, price=0.0, more=0.3)
+        proposer = make(False, engine.curve) if served else UNDRAFTED
         engine.serve(proposer, texts, 8)
         took.append(engine.now / engine.tokens)
     assert took[0] < 1.4 * took[1]  # drafts would pay without the fixed cost
 
 
-def test_the_choice_not_in_use_is_tried_now_and_then(make: Any) -> None:
-    def steps_with_drafts(seconds: float) -> list[int]:
-        proposer = make(False)
-        proposer._cost.add(1, 1, 0.03)
-        proposer._cost.add(1, 9, seconds)
-        found = []
-        for proposer._steps in range(256):
-            if proposer._lengths(1, [_DraftToken(0.9, 0, 1), _DraftToken(0.8, 0, 2)]):
-                found.append(proposer._steps)
-        return found
-
-    assert steps_with_drafts(1.0) == [32, 96, 160, 224]  # too expensive
-    assert set(range(256)) - set(steps_with_drafts(0.03)) == {0, 64, 128, 192}
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("price", [0.001, 0.006, 0.012, 0.03])
+def test_noise_does_not_switch_drafting_on_and_off(
+    make: Any, monkeypatch: pytest.MonkeyPatch, price: float, share: float
+) -> None:
+    engine = Engine(monkeypatch, base=0.03, price=price, noise=SPREAD)
+    engine.serve(make(False, engine.curve), copied_texts(64, share), 4)
+    assert engine.steps > 1000
+    assert engine.switched <= 2
 
 
 def test_the_answer_to_one_request_speeds_up_the_next(
@@ -158,6 +228,72 @@ def propose(proposer: TableProposer, batch: list[tuple[list[int], int]]) -> list
         known[n, : len(text)] = text
     sampled = [text[len(text) - new :] for text, new in batch]
     return proposer.propose(sampled, np.array([len(text) for text, _ in batch]), known)
+
+
+@pytest.mark.parametrize(("price", "length"), [(0.0, 8), (0.001, 8), (0.1, 2), (0.25, 1), (0.6, 0)])
+def test_measured_costs_decide_from_the_first_step(make: Any, price: float, length: int) -> None:
+    costs = {n: 0.03 * (1 + price * (n - 1)) for n in (1, 2, 4, 8, 16)}
+    (draft,) = propose(make(False, costs), [([*range(30)] * 2, 1)])
+    assert draft == list(range(length))
+
+
+def test_without_measured_costs_the_first_step_is_for_comparison(make: Any) -> None:
+    proposer = make()
+    assert propose(proposer, [([1, 2, 3] * 20, 1)]) == [[]]
+    assert propose(proposer, [([1, 2, 3] * 20 + [1], 1)]) != [[]]
+
+
+class Unread:
+    """Token ids that nobody may read."""
+
+    def __getitem__(self, key: Any) -> Any:
+        raise AssertionError("a text was read")
+
+
+def test_no_text_is_read_while_drafting_is_off(make: Any) -> None:
+    proposer = make(True, {1: 0.01, 64: 0.64})
+    lengths = np.array([50, 60])
+    for _ in range(80):  # until it is switched off
+        lengths = lengths + 1
+        known = np.ones((2, MAX_LENGTH), np.int32)
+        proposer.propose([[1], [1]], lengths, known)
+    assert not proposer._switches[2].on
+    for _ in range(20):
+        lengths = lengths + 1
+        assert proposer.propose([[1], [1]], lengths, Unread()) == [[], []]
+
+
+def test_steps_are_counted_by_decision(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for name, price, texts in (
+        ("drafted", 0.0, [noise(i, 10) * 20 for i in range(6)]),
+        ("no_draft_found", 0.0, [noise(i) for i in range(6)]),
+        ("does_not_pay", 0.03, random_texts(6, 300)),
+    ):
+        engine = Engine(monkeypatch, base=0.03, price=price)
+        proposer = make(False, engine.curve)
+        engine.serve(proposer, texts, 1)
+        found[name] = count = proposer._metrics
+        assert count.decisions.most_common(1)[0][0] == name
+        assert count.decisions.total() == engine.steps
+        assert count.drafted >= engine.drafted  # the last drafts of a request are not verified
+        assert count.accepted == engine.tokens - engine.steps
+    assert found["does_not_pay"].decisions["probe"] > 0
+    assert found["no_draft_found"].accepted == 0
+
+
+def test_switching_is_logged_with_its_reason(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: 0.01 * next(clock))
+    proposer = make(False, {1: 0.01, 64: 0.64})
+    with caplog.at_level(logging.INFO, "vllm.tide"):
+        for length in range(50, 150):
+            propose(proposer, [([1] * length, 1)])
+    (line,) = caplog.messages
+    assert "switched off for 1 to 1 requests" in line
+    assert "the expected gain is 0.0 %" in line and "costs 1.8" in line
 
 
 def test_another_request_at_the_same_index_is_noticed(make: Any) -> None:
@@ -206,54 +342,103 @@ def test_a_request_that_reads_its_prompt_or_is_full_gets_no_draft(make: Any) -> 
     assert propose(proposer, [(full[: MAX_LENGTH - 1], 3)]) == [[]]
 
 
-PRICES = {1: 0.0004, 8: 0.0005, 32: 0.0009}  # seconds of a token, by requests
+def test_another_text_after_an_unread_stretch_is_noticed(make: Any) -> None:
+    proposer, text = make(True), [*range(20)]
+    propose(proposer, [(text, 1)])
+    first = proposer._requests[0]
+    text = [*text, *range(20, 30)]
+    propose(proposer, [(text, 1)])  # nine steps were not looked at
+    assert proposer._requests[0] is first and first.tokens == text
+    # What came meanwhile may be the prompt of a request that continues this one.
+    assert first.answer == [26, 27, 28, 29]
+    propose(proposer, [([*text[:25], *range(50, 80)], 1)])
+    assert proposer._requests[0] is not first
 
 
-def test_the_price_of_a_token_is_found_despite_noise() -> None:
-    draw, cost = random.Random(0), StepCost()
-    for _ in range(3000):
-        requests = draw.choice(list(PRICES))
-        tokens = requests + 1 + draw.randrange(8 * requests)
-        seconds = 0.025 + PRICES[requests] * tokens
-        cost.add(requests, tokens, seconds * draw.choice((0.8, 0.9, 1, 1, 1, 1.1, 5)))
-    for requests, price in PRICES.items():
-        base, found = cost.line(requests) or (0.0, 0.0)
-        if requests > 1:  # in steps of one request, noise hides the price
-            assert 0.6 < found / price < 1.6
-        middle = 4.5 * requests
-        assert 0.8 < (base + found * middle) / (0.025 + price * middle) < 1.5
+def test_the_gain_must_be_clear_to_switch_on_and_gone_to_switch_off() -> None:
+    switch = DraftSwitch()
+    for _ in range(100):
+        assert switch.begin() and switch.decide(1.02) == "drafted"
+    for _ in range(200):
+        switch.begin()
+        switch.decide(0.9)
+    assert not switch.on
+    for gain, on in ((1.02, False), (1.2, True)):
+        for _ in range(2000):
+            if switch.begin():
+                switch.decide(gain)
+        assert switch.on == on
 
 
-def test_a_token_has_a_price_before_anything_is_known() -> None:
-    cost = StepCost()
-    assert cost.line(8) is None
-    cost.add(8, 9, 0.04)
-    base, price = cost.line(8) or (0.0, 0.0)
-    assert price == pytest.approx(0.015 * base)
-    assert base + 9 * price == pytest.approx(0.04)
-    cost.add(256, 257, 0.1)
-    assert (cost.line(256) or (0.0, 0.0))[0] > 0
+def test_what_does_not_pay_is_tried_ever_more_rarely() -> None:
+    switch, tried = DraftSwitch(), []
+    for step in range(1, 2100):
+        if switch.begin() and switch.decide(0.5) == "probe":
+            tried.append(step)
+    assert tried == [4, 12, 28, 60, 124, 252, 508, 1020, 1532, 2044]
 
 
-def test_a_step_without_drafts_is_no_point_of_the_line() -> None:
-    cost = StepCost()
-    for tokens in range(9, 40):
-        cost.add(8, tokens, 0.03 + 0.0005 * tokens)
-    line = cost.line(8)
+CURVE = {1: 0.025, 2: 0.026, 8: 0.03, 64: 0.1}
+
+
+def ratio(cost: StepCost, requests: int, tokens: int) -> float:
+    """Of a drafted step to one without drafts."""
+    return float(cost.ratio(requests, tokens))
+
+
+def test_costs_begin_with_the_curve() -> None:
+    cost = StepCost(CURVE)
+    assert cost.undrafted(1) == 0.025 and cost.undrafted(8) == 0.03
+    assert ratio(cost, 1, 8) == pytest.approx(0.03 / 0.025)
+    assert ratio(cost, 8, 64) == pytest.approx(0.1 / 0.03)
+    assert ratio(cost, 8, 128) == pytest.approx((0.1 + 64 * 0.07 / 56) / 0.03)  # as before 64
+    assert not cost.needs_undrafted(1)
+    assert StepCost().needs_undrafted(1) and StepCost({1: 0.025}).needs_undrafted(1)
+
+
+def test_a_fixed_cost_of_steps_shrinks_the_share_of_a_token() -> None:
+    cost = StepCost(CURVE)
     for _ in range(20):
-        cost.add(8, 8, 0.02)
-    assert cost.line(8) == line
-    assert cost.undrafted(8) == pytest.approx(0.02)
-    assert cost.undrafted(9) is None
+        cost.add(8, 8, 0.05)
+    assert cost.undrafted(8) == pytest.approx(0.05)
+    assert cost.undrafted(2) == pytest.approx(0.05 - 0.03 + 0.026)  # an unseen number of requests
+    assert ratio(cost, 8, 64) == pytest.approx((0.05 + 0.07) / 0.05)
+
+
+def test_drafted_steps_correct_the_curve_despite_noise() -> None:
+    for measured in (True, False):
+        draw, cost = random.Random(0), StepCost(CURVE if measured else None)
+        for _ in range(1000):
+            drafts = draw.choice((0, draw.randrange(1, 57)))
+            seconds = 0.03 + (0.01 + 0.002 * drafts) * bool(drafts)  # more than the curve has
+            cost.add(8, 8 + drafts, seconds * draw.choice(SPREAD))
+        for drafts in (8, 28, 56):
+            true = (0.04 + 0.002 * drafts) / 0.03
+            assert ratio(cost, 8, 8 + drafts) == pytest.approx(true, rel=0.12)
+
+
+def test_an_outlier_hardly_moves_a_cost() -> None:
+    for tokens in (8, 64):
+        cost = StepCost(CURVE)
+        for _ in range(30):
+            cost.add(8, 8, 0.03)
+            cost.add(8, 64, 0.1)
+        cost.add(8, tokens, 60.0)
+        assert cost.undrafted(8) == pytest.approx(0.03, rel=0.04)
+        assert ratio(cost, 8, 64) == pytest.approx(0.1 / 0.03, rel=0.1)
+
+
+def test_a_step_without_drafts_is_due_after_some_with() -> None:
+    cost, due = StepCost(CURVE), []
+    for step in range(500):
+        due += [step] if (undrafted := cost.needs_undrafted(4)) else []
+        cost.add(4, 4 if undrafted else 12, 0.03)
+    assert due == [8, 25, 58, 123, 252, 381]
 
 
 def test_an_unseen_batch_size_is_priced_like_others() -> None:
     draw, cost = random.Random(0), StepCost()
     for _ in range(500):
-        tokens = 9 + draw.randrange(64)
-        cost.add(8, tokens, 0.025 + 0.001 * tokens)
-    before = cost.line(9)
-    cost.add(9, 10, 0.025 + 0.001 * 10)
-    after = cost.line(9)
-    assert before and after
-    assert 0.0005 < after[1] < 0.002  # not the assumed 0.0004
+        drafts = draw.choice((0, draw.randrange(1, 64)))
+        cost.add(8, 8 + drafts, 0.033 + 0.001 * drafts)
+    assert 1.1 < ratio(cost, 16, 32) < 1.6  # in fact 1.39; assumed 1.2

@@ -159,6 +159,39 @@ def test_lossless_drafts_keep_the_token_ids_of_vllm(
     assert "exits" not in found
 
 
+def test_drafts_without_an_artifact_keep_the_token_ids_of_vllm(
+    smollm2_path: Path, prompts: list[list[int]], baseline: Any
+) -> None:
+    found = case(
+        "drafts", model=str(smollm2_path), prompts=prompts, new=NEW, tide={"mode": "lossless"}
+    )
+    assert found["answers"] == baseline["answers"]
+    counts = found["counts"]
+    assert 0 < counts["tide:accepted_tokens_total"] < counts["tide:drafted_tokens_total"]
+    assert counts["tide:draft_steps_total drafted"] > 0
+    assert found["step_costs"] is None  # an eager engine on a CPU does not warm up
+
+
+def test_steps_are_measured_while_a_compiled_engine_warms_up(tmp_path: Path) -> None:
+    tiny_model("llama", **SIZES).save_pretrained(tmp_path)
+    options = {**SHORT["options"], "enforce_eager": False}
+    given = {**SHORT, "model": str(tmp_path), "options": options}
+    found = case("drafts", **given, tide={"mode": "lossless"})
+    assert [int(tokens) for tokens in found["step_costs"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert all(0 < seconds < 1 for seconds in found["step_costs"].values())
+    assert "Drafts pay by requests, at 1: " in found["costs"]
+    assert found["answers"] == case("ids", **given)
+
+
+def test_an_unlisted_architecture_may_have_drafts(tmp_path: Path) -> None:
+    tiny_model("granite", **SIZES).save_pretrained(tmp_path)
+    found = case("drafts", model=str(tmp_path), tide={"mode": "lossless"}, **SHORT)
+    assert (
+        found["class"] == "GraniteForCausalLM" and found["counts"]["tide:drafted_tokens_total"] > 0
+    )
+    assert found["answers"] == case("ids", model=str(tmp_path), **SHORT)
+
+
 def test_vllm_answers_for_calibration(
     model: Any, smollm2_path: Path, prompts: list[list[int]]
 ) -> None:
@@ -171,15 +204,51 @@ def test_vllm_answers_for_calibration(
     assert [len(answer) for answer in sampled] == [8, 8]
 
 
+def serve_arguments(*given: str) -> list[str]:
+    """The arguments of vLLM for those of `tide serve`."""
+    parser = argparse.ArgumentParser()
+    serve.options(parser)
+    args, args_rest = parser.parse_known_args(given)
+    args.rest = args_rest
+    return serve.server_arguments(args)
+
+
+def test_serve_without_an_artifact_drafts_where_that_is_free(
+    monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = SimpleNamespace(is_cpu=lambda: True)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=device))
+    drafts = serve_arguments("model", "--port", "1")
+    assert drafts[-4:-2] == ["--additional-config", drafts[-3]] and drafts[-2:] == ["--port", "1"]
+    assert json.loads(drafts[-3]) == {"tide": {"mode": "lossless", "cross_request_drafts": False}}
+    assert "tide.vllm.proposer.TableProposer" in " ".join(drafts)
+    assert drafts[-6:-4] == ["--per-request-spec-decode-metrics", "summary"]
+    assert serve_arguments("model", "--lossless", "auto", "--port", "1") == drafts
+    assert serve_arguments("model", "--lossless", "--port", "1") == drafts
+
+    device.is_cpu = lambda: False
+    off = ["--model", "model", "--dtype", "auto", "--port", "1"]
+    assert serve_arguments("model", "--port", "1") == off
+    assert "--lossless" in capsys.readouterr().err
+    assert serve_arguments("model", "--lossless", "--port", "1") == drafts
+    alone = serve_arguments("model", "--no-async-scheduling")
+    assert alone == [*drafts[:-2], "--no-async-scheduling"]
+    assert serve_arguments("model", "--off", "--port", "1") == off
+    config = ["--additional-config", "{}"]
+    assert serve_arguments("model", "DIR", "--off", *config) == [*off[:4], *config]
+    with pytest.raises(ConfigError, match="use --off"):
+        serve_arguments("model", *config)
+    with pytest.raises(ConfigError, match="Exits need an artifact"):
+        serve_arguments("model", "--risk", "0.1")
+    with pytest.raises(ConfigError, match="next to each other"):
+        serve_arguments("model", "--dtype", "float32", "DIR")
+
+
 def test_serve_builds_the_arguments_of_vllm(
     smollm2_path: Path, certified_artifact: Path, small_artifact: Path
 ) -> None:
     def arguments(folder: Path, *more: str) -> list[str]:
-        parser = argparse.ArgumentParser()
-        serve.options(parser)
-        args, args_rest = parser.parse_known_args([str(smollm2_path), str(folder), *more])
-        args.rest = args_rest
-        return serve.server_arguments(args)
+        return serve_arguments(str(smollm2_path), str(folder), *more)
 
     lossless = arguments(small_artifact, "--lossless", "--port", "1")
     assert "tide.vllm.proposer.TableProposer" in " ".join(lossless)
@@ -355,6 +424,8 @@ def test_unsupported_settings_raise(
 
     assert read()[2] == 1.0
     assert Settings.read(SimpleNamespace(additional_config={})) is None
+    drafts = configuration(smollm2_path, {"mode": "lossless"}, architectures=["OPTForCausalLM"])
+    assert Settings.read(drafts) == Settings(mode="lossless")  # any model, no artifact
     cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         (ConfigError, "has \\['riks'\\]", {**good, "riks": 1}, {}),
         (ConfigError, "names no artifact", {"uncertified": True}, {}),

@@ -126,6 +126,30 @@ def ids(given: dict[str, Any]) -> Any:
     return in_waves(start(given), given["prompts"], given["new"])
 
 
+def drafts(given: dict[str, Any]) -> Any:
+    """Answers with drafts, what was counted, and what steps were measured to cost."""
+    from prometheus_client import REGISTRY
+
+    from tide.vllm.costs import describe
+
+    speculative = {"method": "custom_class", "model": "tide.vllm.proposer.TableProposer",
+                   "num_speculative_tokens": 4}  # fmt: skip
+    llm = start(given, speculative_config=speculative)
+    model = decoder(llm)
+    costs = getattr(model, "step_costs", None)
+    return {
+        "answers": in_waves(llm, given["prompts"], given["new"]),
+        "class": type(model).__name__,
+        "step_costs": costs,
+        "costs": costs and describe(costs),
+        "counts": {
+            " ".join((sample.name, *sample.labels.values())): sample.value
+            for metric in REGISTRY.collect() if metric.name.startswith("tide:")
+            for sample in metric.samples
+        },
+    }  # fmt: skip
+
+
 def both_attentions(given: dict[str, Any]) -> Any:
     """Answers with half of the tokens exiting by script, for both `attention` settings."""
     from dataclasses import replace

@@ -1,21 +1,37 @@
-"""The command `tide serve MODEL DIR [vllm options]`: vLLM's server with the plugin on."""
+"""The command `tide serve MODEL [DIR] [vllm options]`: vLLM's server with the plugin on."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 PASSES_ON = True  # options that are not ours are vLLM's
 INTERRUPTED = "The server was stopped."
 
 
+class _ModelAndArtifact(argparse.Action):
+    """Stores both. Newer Pythons would take the value of an option of vLLM's for a missing DIR."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        if len(values) > 2:
+            parser.error(f"unexpected argument {values[2]!r}.")
+        namespace.model, namespace.artifact = (*values, None)[:2]
+
+
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.usage = (
-        "tide serve [-h] [--risk R | --uncertified | --lossless] MODEL DIR [vllm options]"
+        "tide serve [-h] MODEL [DIR] [--risk R | --uncertified | --lossless [auto] | --off] "
+        "[vllm options]"
     )
-    parser.add_argument("model", metavar="MODEL", help="a hub id or a folder")
-    parser.add_argument("artifact", metavar="DIR", help="an artifact from calibrate, or a hub id")
+    parser.add_argument(
+        "model", metavar="MODEL [DIR]", nargs="+", action=_ModelAndArtifact,
+        help="the model, and an artifact from calibrate for exits and table drafts: hub ids or "
+        "folders",
+    )  # fmt: skip
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "--risk", type=float, help="serve exits with this certified risk (default: none)"
@@ -26,7 +42,12 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="serve exits as calibrated, without a certificate",
     )
     how.add_argument(
-        "--lossless", action="store_true", help="no exits: draft from the context and the table"
+        "--lossless", nargs="?", const="always", choices=("always", "auto"),
+        help="no exits: draft from the context and the table, where it pays; auto: not where vLLM "
+        "would give up asynchronous scheduling for it (default: auto without DIR)",
+    )  # fmt: skip
+    how.add_argument(
+        "--off", action="store_true", help="neither exits nor drafts: vLLM's own server, unchanged"
     )
     parser.add_argument(
         "--delta", type=float, default=0.05, help="probability that the certificate is wrong"
@@ -70,39 +91,91 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
     """The arguments of vLLM's server; raises now what would fail a minute later."""
     import json
 
-    from tide.errors import CertificateError, ConfigError
-    from tide.exits.artifact import Artifact
-    from tide.risk import CertificateQuery, find_certificate
+    from tide.errors import ConfigError
     from tide.vllm import require_version
 
     require_version()
-    for ours in ("--additional-config", "--speculative-config"):
-        if any(given.split("=")[0] == ours for given in args.rest):
-            raise ConfigError(f"`tide serve` sets {ours} itself; to set it, use `vllm serve`.")
-    made = Artifact.from_pretrained(args.artifact)
-    settings: dict[str, Any] = {"artifact": str(args.artifact)}
+    if args.rest and not args.rest[0].startswith("-"):
+        raise ConfigError(
+            f"Unexpected argument {args.rest[0]!r}: put MODEL and DIR next to each other, and "
+            "options after them."
+        )
     arguments = ["--model", args.model, "--dtype", args.dtype]
-    if args.lossless:
-        settings |= {"mode": "lossless", "cross_request_drafts": args.cross_request_drafts}
+    if args.off:
+        return [*arguments, *args.rest]
+    for ours in ("--additional-config", "--speculative-config"):
+        if _given(args.rest, ours):
+            raise ConfigError(f"`tide serve` sets {ours} itself; to set it, use --off.")
+    no_mode = args.risk is None and not args.uncertified
+    lossless = args.lossless or ("auto" if no_mode and args.artifact is None else None)
+    if lossless is None:
+        settings = _exits(args)
+        arguments.append("--enforce-eager")
+    elif lossless == "auto" and not _drafts_are_free(args.rest):
+        return [*arguments, *args.rest]
+    else:
+        settings = _lossless(args)
         arguments += ["--speculative-config", json.dumps({
             "method": "custom_class", "model": "tide.vllm.proposer.TableProposer",
             "num_speculative_tokens": args.drafts,
         })]  # fmt: skip
-    elif args.uncertified:
-        settings["uncertified"] = True
-    elif args.risk is None:
+        if not _given(args.rest, "--per-request-spec-decode-metrics"):
+            arguments += ["--per-request-spec-decode-metrics", "summary"]
+    return [*arguments, "--additional-config", json.dumps({"tide": settings}), *args.rest]
+
+
+def _lossless(args: argparse.Namespace) -> dict[str, Any]:
+    """The plugin's settings for drafts; raises if there is no such artifact."""
+    from tide.exits.artifact import Artifact
+
+    settings = {"mode": "lossless", "cross_request_drafts": args.cross_request_drafts}
+    if args.artifact is not None:
+        Artifact.from_pretrained(args.artifact)
+        settings["artifact"] = args.artifact
+    return settings
+
+
+def _exits(args: argparse.Namespace) -> dict[str, Any]:
+    """The plugin's settings for exits; raises unless artifact and certificate allow them."""
+    from tide.errors import CertificateError, ConfigError
+    from tide.exits.artifact import Artifact
+    from tide.risk import CertificateQuery, find_certificate
+
+    if args.artifact is None:
+        raise ConfigError(
+            "Exits need an artifact: `tide calibrate MODEL -o DIR`, then `tide serve MODEL DIR`."
+        )
+    made = Artifact.from_pretrained(args.artifact)
+    settings = {"artifact": args.artifact, "audit_rate": args.audit_rate}
+    if args.uncertified:
+        return settings | {"uncertified": True}
+    if args.risk is None:
         raise CertificateError(
             "Choose how to serve: --risk R with a certificate for it, --uncertified for exits as "
             "calibrated, or --lossless for drafts alone."
         )
-    else:
-        query = CertificateQuery(args.risk, args.delta, _dtype(args), "propagate")
-        find_certificate(made, query)
-        settings |= {"risk": args.risk, "delta": args.delta, "on_drift": args.on_drift}
-    if not args.lossless:
-        settings["audit_rate"] = args.audit_rate
-        arguments.append("--enforce-eager")
-    return [*arguments, "--additional-config", json.dumps({"tide": settings}), *args.rest]
+    find_certificate(made, CertificateQuery(args.risk, args.delta, _dtype(args), "propagate"))
+    return settings | {"risk": args.risk, "delta": args.delta, "on_drift": args.on_drift}
+
+
+def _drafts_are_free(rest: Sequence[str]) -> bool:
+    """Whether vLLM schedules one step after another anyway, as drafts made on the host need."""
+    import sys
+
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or "--no-async-scheduling" in rest:
+        return True
+    print(
+        "tide serve: no drafts, since vLLM would give up asynchronous scheduling for them on this "
+        "device. To draft nevertheless, add --lossless.",
+        file=sys.stderr,
+    )
+    return False
+
+
+def _given(rest: Sequence[str], option: str) -> bool:
+    return any(given.split("=")[0] == option for given in rest)
 
 
 def _dtype(args: argparse.Namespace) -> str:

@@ -15,6 +15,9 @@ from tide.stats import LayerCounts
 _TOKENS = Counter("tide:tokens", "Decoded tokens by the layer after which they exited.", ["layer"])
 _LAYERS = Counter("tide:token_layers", "Tokens times layers: run or saved.", ["done"])
 _AUDITS = Counter("tide:audits", "Tokens audited at full depth, by verdict.", ["verdict"])
+_DRAFTED = Counter("tide:drafted_tokens", "Tokens drafted.")
+_ACCEPTED = Counter("tide:accepted_tokens", "Tokens drafted that vLLM accepted.")
+_DRAFT_STEPS = Counter("tide:draft_steps", "Steps by what was decided on drafts.", ["decision"])
 _DRIFT = Gauge(
     "tide:drift",
     "1 if exited tokens differ from full depth more often than certified.",
@@ -67,3 +70,23 @@ class Metrics:
             _TOKENS.labels(str(layer + 1)).inc(new)
         _TOKENS.labels("full").inc(decoded - exited)
         self._before = now
+
+
+class DraftMetrics:
+    """Exports what the proposer drafts."""
+
+    def __init__(self) -> None:
+        self._exports = get_tp_group().is_first_rank  # vLLM takes the drafts of the first
+
+    def step(self, decision: str, drafted: int, accepted: int) -> None:
+        """Count a step.
+
+        Args:
+            decision: "drafted", "no_draft_found", "does_not_pay", or "probe".
+            drafted: tokens drafted in it.
+            accepted: tokens accepted of those drafted in the step before.
+        """
+        if self._exports:
+            _DRAFT_STEPS.labels(decision).inc()
+            _DRAFTED.inc(drafted)
+            _ACCEPTED.inc(accepted)

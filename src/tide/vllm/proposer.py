@@ -2,7 +2,7 @@
 
     --speculative-config '{"method": "custom_class", "num_speculative_tokens": 8,
                            "model": "tide.vllm.proposer.TableProposer"}'
-    --additional-config '{"tide": {"artifact": "DIR", "mode": "lossless"}}'
+    --additional-config '{"tide": {"mode": "lossless"}}'
 
 Every step chooses how many tokens to draft for each request, from how often drafts of that type
 were accepted and from what a step of that many tokens costs; where drafts do not pay, there are
@@ -11,10 +11,12 @@ none.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +27,15 @@ from tide.exits.artifact import Artifact
 from tide.exits.table import ContinuationTable
 from tide.vllm.settings import Settings, require_model
 from tide.vllm.stepcost import StepCost
+from tide.vllm.switch import DraftSwitch
+
+if TYPE_CHECKING:
+    from tide.vllm.metrics import DraftMetrics
 
 _RECENT = 16  # tokens by which a request is recognised
+_PROBE = 8  # requests for which a probe drafts, one token each
+_QUIET = 60.0  # seconds without another message on the same switch
+logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 
 
 @dataclass
@@ -35,8 +44,8 @@ class _Request:
 
     Attributes:
         sources: that draft for it.
-        tokens: prompt and answer so far.
-        answer: the answer so far, after the last three tokens of the prompt.
+        tokens: prompt and answer, up to the last step in which drafts were looked for.
+        answer: the answer of late, after the three tokens before it.
         draft_type: of the last draft.
         drafted: tokens of the last draft.
     """
@@ -56,6 +65,14 @@ class _DraftToken(NamedTuple):
     position: int  # in the draft, from 1
 
 
+class _Step(NamedTuple):
+    """The step before: when it began, the tokens of each request by then, and its drafts."""
+
+    began: float
+    lengths: np.ndarray  # [requests]
+    drafted: int
+
+
 class TableProposer:
     """vLLM's `custom_class` proposer.
 
@@ -67,24 +84,31 @@ class TableProposer:
         settings = Settings.read(vllm_config)
         if settings is None or settings.mode != "lossless":
             raise ConfigError(
-                "The proposer needs --additional-config "
-                '\'{"tide": {"artifact": "DIR", "mode": "lossless"}}\'.'
+                'The proposer needs --additional-config \'{"tide": {"mode": "lossless"}}\'.'
             )
-        made = Artifact.from_pretrained(settings.artifact or "")
-        require_model(made, vllm_config)
-        self._table = ContinuationTable(made.table) if made.table else None
+        self._table: ContinuationTable | None = None
+        if settings.artifact is not None:
+            made = Artifact.from_pretrained(settings.artifact)
+            require_model(made, vllm_config)
+            self._table = ContinuationTable(made.table) if made.table else None
         self._limit = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._requests: dict[int, _Request] = {}  # by index in vLLM's batch
         # All requests feed it, so it can average over more outcomes than in a single text.
         self._acceptance = Acceptance(fade=0.995)
         self._cross_request = CrossRequestNGrams() if settings.cross_request_drafts else None
-        self._cost = StepCost()
-        self._last: tuple[int, int, float] | None = None  # requests, tokens, when proposed
-        self._steps = 0
+        self._model: Any = None
+        self._switches: dict[int, DraftSwitch] = {}  # by the binary length of a batch
+        self._logged: dict[int, float] = {}  # when, by the same
+        self._metrics: DraftMetrics | None = None
+        self._last = _Step(0.0, np.zeros(0, np.int64), 0)
+        self._probed = 0
 
     def load_model(self, target_model: Any) -> None:
-        """Load nothing: the table is in memory."""
+        """Keep the model, which measures later what steps cost; the table is in memory."""
+        from tide.vllm.metrics import DraftMetrics
+
+        self._model, self._metrics = target_model, DraftMetrics()
 
     def propose(
         self,
@@ -94,115 +118,146 @@ class TableProposer:
         slot_mappings: Any = None,
     ) -> list[list[int]]:
         """A draft for each request; empty for requests that still read their prompt."""
-        now = time.perf_counter()
-        steady = True  # whether the batch is that of the step before
-        batch: list[_Request | None] = []
-        for index, sampled in enumerate(sampled_token_ids):
-            length = int(num_tokens_no_spec[index])
-            if not len(sampled) or length >= self._max_length - 1:
-                batch.append(None)
-                steady = steady and bool(len(sampled))
-                continue
-            request, known = self._update(
-                index, len(sampled_token_ids), token_ids_cpu[index, :length], len(sampled)
-            )
-            steady = steady and known
-            batch.append(request)
-        for index in [index for index in self._requests if index >= len(batch)]:
-            del self._requests[index]
-        if self._last is not None and steady and self._last[0] == len(batch):
-            self._cost.add(self._last[0], self._last[1], now - self._last[2])
-        drafts = self._draft(batch)
-        # The time until the next call is that of this step's tokens.
-        self._last = len(batch), len(batch) + sum(map(len, drafts)), time.perf_counter()
-        return drafts
+        began, requests = time.perf_counter(), len(sampled_token_ids)
+        sampled = np.fromiter(map(len, sampled_token_ids), np.int64, requests)
+        lengths = num_tokens_no_spec[:requests].astype(np.int64)  # a copy: vLLM changes its own
+        last = self._last
+        # Not if a prompt was read in that step, or if requests came, moved or ended.
+        same = len(last.lengths) == requests and bool(sampled.all())
+        if same and np.array_equal(last.lengths + sampled, lengths):
+            self._cost.add(requests, requests + last.drafted, began - last.began)
+        switch = self._switches.setdefault(requests.bit_length(), DraftSwitch())
+        looks = switch.begin()
+        # Where drafts do not pay, a step costs what it costs without us: no text is read.
+        indices: Sequence[int] = range(requests) if last.drafted or switch.on else ()
+        if looks and not indices:
+            self._probed += _PROBE
+            indices = [(self._probed + i) % requests for i in range(min(_PROBE, requests))]
+        batch: dict[int, _Request] = {}
+        accepted = 0
+        for index in indices:
+            if sampled[index] and lengths[index] < self._max_length - 1:
+                text = token_ids_cpu[index, : lengths[index]]
+                batch[index], count = self._update(index, requests, text, int(sampled[index]))
+                accepted += count
+        if len(indices) == requests:
+            for index in [index for index in self._requests if index >= requests]:
+                del self._requests[index]
+
+        decision, drafts = "does_not_pay", dict[int, list[int]]()
+        if looks:
+            before = switch.on
+            decision, drafts = self._draft(batch, requests, len(indices), switch)
+            if switch.on != before:
+                self._announce(requests, switch, began)
+        for index, request in batch.items():
+            request.drafted = len(drafts.get(index, ()))
+        drafted = sum(map(len, drafts.values()))
+        # The time until the next call is that of this step's tokens, and of finding them.
+        self._last = _Step(began, lengths, drafted)
+        if self._metrics is not None:
+            self._metrics.step(decision, drafted, accepted)
+        return [drafts.get(index, []) for index in range(requests)]
+
+    @cached_property
+    def _cost(self) -> StepCost:
+        # Made at the first step: vLLM warms up after it has called `load_model`.
+        return StepCost(getattr(self._model, "step_costs", None))
 
     def _update(
-        self, index: int, batch: int, tokens: np.ndarray, sampled: int
-    ) -> tuple[_Request, bool]:
+        self, index: int, requests: int, tokens: np.ndarray, sampled: int
+    ) -> tuple[_Request, int]:
         """Find the request at an index of the batch, and add its new tokens.
 
         Args:
             index: in vLLM's batch.
-            batch: number of requests.
+            requests: in the batch.
             tokens: of the request, `[length]`.
-            sampled: how many of them are new.
+            sampled: how many of them are new in this step.
 
         Returns:
-            The request, and whether it was at this index in the step before.
+            The request, and how many tokens of its last draft were accepted.
         """
         before = len(tokens) - sampled
-        recent = tokens[max(before - _RECENT, 0) : before].tolist()
 
         def matches(one: _Request | None) -> bool:
-            # Length and last tokens identify a request; a mistake would cost some wrong drafts.
-            return one is not None and len(one.tokens) == before and one.tokens[-_RECENT:] == recent
+            # The last tokens, where they stand, identify a request, also if nothing was looked for
+            # since; a mistake would cost some wrong drafts.
+            end = 0 if one is None else len(one.tokens)
+            recent = tokens[max(end - _RECENT, 0) : end].tolist()
+            return one is not None and end <= before and one.tokens[-_RECENT:] == recent
 
         request = self._requests.pop(index, None)
-        same = matches(request)
-        if not same:
+        if not matches(request):
             # When requests end, vLLM moves the last ones to their indices.
-            moved = (old for old, one in self._requests.items() if old >= batch and matches(one))
+            moved = (old for old, one in self._requests.items() if old >= requests and matches(one))
             request = self._requests.pop(next(moved, -1), None)
         if request is None:
-            sources = draft_sources(self._table)
+            request = _Request(draft_sources(self._table))
             if self._cross_request is not None:
-                sources.append(self._cross_request)
-            request = _Request(sources)
-        else:
-            self._acceptance.record(request.draft_type, request.drafted, sampled - 1)
+                request.sources.append(self._cross_request)
         self._requests[index] = request
-        request.drafted = 0
+        accepted, follows = 0, len(request.tokens) == before
+        if follows:
+            accepted = min(sampled - 1, request.drafted)
+            self._acceptance.record(request.draft_type, request.drafted, accepted)
         if self._cross_request is not None:
-            if not request.answer:  # the context of the answer's first tokens
-                request.answer += tokens[max(before - self._cross_request.n, 0) : before].tolist()
+            if not follows or not request.answer:
+                # Only what this step sampled is surely an answer; before it is its context.
+                request.answer = tokens[max(before - self._cross_request.n, 0) : before].tolist()
             start = len(request.answer)
             request.answer += tokens[before:].tolist()
             self._cross_request.learn(request.answer, start)
         request.tokens += tokens[len(request.tokens) :].tolist()
-        return request, same
+        return request, accepted
 
-    def _draft(self, batch: Sequence[_Request | None]) -> list[list[int]]:
-        """Drafts for all requests, cut to the lengths with the highest expected throughput."""
-        self._steps += 1
-        candidates: list[_DraftToken] = []
-        drafts: list[list[int]] = [[] for _ in batch]
-        for index, request in enumerate(batch):
-            if request is None:
-                continue
-            found = self._acceptance.best(request.sources, request.tokens, self._limit)
-            if found is not None:
-                request.draft_type, drafts[index] = found
-                chances = self._acceptance.reach(found.draft_type, len(found.tokens))
-                candidates += [_DraftToken(c, index, place) for place, c in enumerate(chances, 1)]
-        lengths = self._lengths(len(batch), sorted(candidates, reverse=True))
-        for index, request in enumerate(batch):
-            drafts[index] = drafts[index][: lengths.get(index, 0)]
-            if request is not None:
-                request.drafted = len(drafts[index])
-        return drafts
-
-    def _lengths(self, requests: int, candidates: Sequence[_DraftToken]) -> dict[int, int]:
-        """How many tokens to draft for each request.
+    def _draft(
+        self, batch: Mapping[int, _Request], requests: int, looked: int, switch: DraftSwitch
+    ) -> tuple[str, dict[int, list[int]]]:
+        """What was decided, and drafts with the highest expected throughput.
 
         Args:
-            requests: in the batch.
-            candidates: draft tokens, the likeliest first.
+            batch: requests that may get a draft, by index.
+            requests: in vLLM's batch.
+            looked: of them, those of which `batch` was chosen.
+            switch: of such batches.
         """
-        undrafted = self._cost.undrafted(requests)
-        if undrafted is None or self._steps % 64 == 0:
-            return {}  # to measure a step without drafts
-        base, price = self._cost.line(requests) or (undrafted, 0.0)
-        expected, count, best = float(requests), 0, 0.0
-        for k, candidate in enumerate(candidates, 1):
-            expected += candidate.chance
-            rate = expected / (base + price * (requests + k))
-            if rate > best:
-                best, count = rate, k
-        # Where drafts do not pay, try them again now and then.
-        if best <= requests / undrafted and self._steps % 64 != 32:
-            count = 0
+        found: dict[int, list[int]] = {}
+        candidates: list[_DraftToken] = []
+        for index, request in batch.items():
+            draft = self._acceptance.best(request.sources, request.tokens, self._limit)
+            if draft is not None:
+                request.draft_type, found[index] = draft
+                chances = self._acceptance.reach(draft.draft_type, len(draft.tokens))
+                candidates += [_DraftToken(c, index, place) for place, c in enumerate(chances, 1)]
+        if not candidates:
+            return "no_draft_found", {}
+        if self._cost.needs_undrafted(requests):
+            return "probe", {}
+        candidates.sort(reverse=True)
+        # A probe looks at some requests; the others would have such drafts too.
+        like = max(round(requests / looked), 1)
+        expected = np.cumsum(np.repeat([token.chance for token in candidates], like)) / requests
+        tokens = requests + 1 + np.arange(len(expected))
+        gains = (1 + expected) / self._cost.ratio(requests, tokens)
+        best = int(gains.argmax())
+        decision = switch.decide(float(gains[best]))
+        used = candidates[: best // like + 1] if decision == "drafted" else []
+        if decision == "probe":
+            used = [token for token in candidates if token.position == 1][:_PROBE]
         lengths: dict[int, int] = {}
-        for _, request, position in candidates[:count]:
-            lengths[request] = max(lengths.get(request, 0), position)
-        return lengths
+        for _, index, position in used:
+            lengths[index] = max(lengths.get(index, 0), position)
+        return decision, {index: found[index][:length] for index, length in lengths.items()}
+
+    def _announce(self, requests: int, switch: DraftSwitch, now: float) -> None:
+        """Log that drafting was switched on or off."""
+        size = requests.bit_length()
+        if now - self._logged.get(size, -_QUIET) >= _QUIET:
+            self._logged[size] = now
+            logger.info(
+                "TIDE: drafting is switched %s for %d to %d requests: the expected gain is %.1f %%"
+                " where drafts are found; a step with %d draft tokens costs %.2f steps without.",
+                "on" if switch.on else "off", 1 << (size - 1), (1 << size) - 1,
+                100 * (switch.gain - 1), requests, self._cost.ratio(requests, 2 * requests),
+            )  # fmt: skip

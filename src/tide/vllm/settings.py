@@ -18,7 +18,7 @@ class Settings:
     """The object under "tide" in vLLM's additional configuration.
 
     Attributes:
-        artifact: a folder or hub id.
+        artifact: a folder or hub id; in mode "lossless" its table drafts too, and it may be None.
         mode: "exit", or "lossless": the model is vLLM's own, and `TableProposer` drafts.
         risk: the certified risk to serve; needs a certificate for "propagate" and this dtype.
         delta: accepted probability that the certificate is wrong, and of a false drift alarm.
@@ -87,12 +87,13 @@ class Settings:
             raise ConfigError(f"gates is {self.gates!r}; it must be 'by_cost' or 'always'.")
         if self.attention not in ("subset", "all"):
             raise ConfigError(f"attention is {self.attention!r}; it must be 'subset' or 'all'.")
-        if self.artifact is None and self.script is None:
-            raise ConfigError(
-                "'tide' names no artifact. Make one with `tide calibrate MODEL -o DIR`."
-            )
         if self.mode == "lossless":
             return
+        if self.artifact is None and self.script is None:
+            raise ConfigError(
+                "'tide' names no artifact. Make one with `tide calibrate MODEL -o DIR`, or set "
+                "'mode' to 'lossless' for drafts from the context."
+            )
         if self.risk is None and not self.uncertified and self.script is None:
             raise CertificateError(
                 "'tide' names no risk. Give a certified risk, or 'uncertified': true to serve "

@@ -1,92 +1,142 @@
-"""The cost of a step in vLLM, learned from measured steps. Knows no vLLM."""
+"""The cost of a step in vLLM: measured at start-up, corrected by steps observed. Knows no vLLM."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
+# In shares of a step of one token, for a model whose steps were not measured.
+_ASSUMED = {1: 1.0, 64: 1.0 + 0.015 * 63}
+_FAR = 1 << 20  # more tokens than a step can have
+_REFRESH = 8, 128  # drafted steps after which one without drafts is due: at first, and at most
+
 
 @dataclass
-class _DraftedSteps:
-    """Steps with drafts, of one number of requests.
+class _Undrafted:
+    """Seconds of a step without drafts: a mean over about the last thirty."""
+
+    seconds: float
+    steps: int = 1
+
+    def add(self, seconds: float) -> None:
+        self.steps += 1
+        self.seconds += max(1 / self.steps, 0.03) * (_clip(seconds, self.seconds) - self.seconds)
+
+
+@dataclass
+class _Drafted:
+    """What drafted steps cost more than undrafted ones, as a line over what the curve expects.
+
+    All in shares of an undrafted step.
 
     Attributes:
-        sums: of 1, tokens and seconds, older steps fading.
-        variance: sum of squared deviations of tokens from their mean.
-        covariance: sum of deviations of tokens times relative deviations of seconds.
+        sums: of 1, x, y, x * x, x * y; x is what the curve expects, y what was observed.
+        since: steps since the last one without drafts.
+        refresh: number of them after which one without drafts is due.
     """
 
-    sums: np.ndarray = field(default_factory=lambda: np.zeros(3))
-    variance: float = 0.0
-    covariance: float = 0.0
+    sums: np.ndarray = field(default_factory=lambda: np.zeros(5))
+    since: int = 0
+    refresh: int = _REFRESH[0]
+
+    def add(self, x: float, y: float) -> None:
+        self.sums = 0.99 * self.sums + (1, x, y, x * x, x * y)
+
+    def line(self, trust: float) -> tuple[float, float]:
+        """The fixed part, and the factor on what the curve expects.
+
+        Args:
+            trust: the curve counts as so many steps of twice the cost, and some of the same cost.
+        """
+        n, x, y, xx, xy = self.sums + np.array([4 + trust, trust, trust, trust, trust])
+        factor = max((n * xy - x * y) / (n * xx - x * x), 0.0)
+        return (y - factor * x) / n, factor
 
 
-@dataclass
 class StepCost:
-    """Seconds of a step: without drafts, and with drafts as a line over its tokens.
+    """What a step costs, by its requests and tokens.
 
-    Both are kept for each number of requests. Having any draft in a step has a cost of its own, so
-    a step without drafts is not a point of the line. Steps of one size vary by more than a token
-    costs, so the price of a token, as a share of a step, is averaged over many steps and, where few
-    are known, taken from other numbers of requests.
+    A step without drafts costs what such steps took with as many requests. Drafts add what the
+    curve expects for their tokens, corrected by what drafted steps really took: a fixed part, such
+    as rejection sampling, and a factor.
 
-    Attributes:
-        fade: weight of what was known before each new step.
-        price_fade: the same for the price of a token.
-        assumed: that price in a step without other tokens, before anything is known.
-        weight: of that assumption, as a variance in tokens squared.
+    Args:
+        curve: seconds of a step by its tokens, measured at start-up; empty if nothing was.
     """
 
-    fade: float = 0.98
-    price_fade: float = 0.998
-    assumed: float = 0.015
-    weight: float = 1500.0
-    _drafted: dict[int, _DraftedSteps] = field(default_factory=dict)
-    _undrafted: dict[int, float] = field(default_factory=dict)
+    def __init__(self, curve: Mapping[int, float] | None = None) -> None:
+        self.measured = curve is not None and len(curve) > 1
+        known = sorted((curve if curve and self.measured else _ASSUMED).items())
+        tokens = np.array([n for n, _ in known])
+        seconds = np.maximum.accumulate([s for _, s in known])  # more tokens cost no less
+        # Beyond what was measured, a token costs what the last ones did, or the average one.
+        slope = max((seconds[-1] - seconds[i]) / (tokens[-1] - tokens[i]) for i in (0, -2))
+        self._tokens = np.append(tokens, _FAR)
+        self._seconds = np.append(seconds, seconds[-1] + slope * (_FAR - tokens[-1]))
+        self._undrafted: dict[int, _Undrafted] = {}
+        self._drafted: dict[int, _Drafted] = {}  # by the binary length of the number of requests
 
     def add(self, requests: int, tokens: int, seconds: float) -> None:
-        """Record a step."""
+        """Record a step; an outlier is due to the machine, and counts less."""
+        known, drafted = self.undrafted(requests), self._drafted_steps(requests)
         if tokens == requests:
-            old = self._undrafted.get(requests, seconds)
-            self._undrafted[requests] = old + 0.2 * (min(seconds, 2 * old) - old)
+            drafted.since, drafted.refresh = 0, min(2 * drafted.refresh, _REFRESH[1])
+            if requests in self._undrafted:
+                self._undrafted[requests].add(seconds)
+            elif self._undrafted and known is not None:  # by what others took
+                self._undrafted[requests] = _Undrafted(known)
+                self._undrafted[requests].add(seconds)
+            else:  # the curve knows neither attention nor the host
+                first = seconds if known is None else _clip(seconds, known)
+                self._undrafted[requests] = _Undrafted(first)
             return
-        steps = self._drafted.setdefault(requests, _DraftedSteps())
-        if steps.sums[0] > 4:
-            _, mean_tokens, mean_seconds = steps.sums / steps.sums[0]
-            base, price = self._line(steps)
-            # A slow outlier is due to the machine, not to the step.
-            seconds = min(seconds, 2 * (base + price * tokens))
-            more = tokens - mean_tokens
-            steps.variance = self.price_fade * steps.variance + more**2
-            steps.covariance = self.price_fade * steps.covariance + more * (
-                seconds / mean_seconds - 1
-            )
-        steps.sums *= self.fade
-        steps.sums += 1, tokens, seconds
+        drafted.since += 1
+        if self._undrafted and known is not None:
+            more, expected = self._more(requests, tokens), self.ratio(requests, tokens)
+            drafted.add(float(more), _clip(seconds / known, float(expected)) - 1)
 
     def undrafted(self, requests: int) -> float | None:
         """Seconds of a step without drafts; None if nothing is known yet."""
-        return self._undrafted.get(requests)
+        if requests in self._undrafted:
+            return self._undrafted[requests].seconds
+        here = float(self._curve(requests))
+        if not self._undrafted:
+            return here if self.measured else None
+        near = min(self._undrafted, key=lambda known: abs(known - requests))
+        seconds, there = self._undrafted[near].seconds, float(self._curve(near))
+        return max(seconds + here - there, here) if self.measured else seconds * here / there
 
-    def line(self, requests: int) -> tuple[float, float] | None:
-        """Seconds of a step without tokens, and of each token; None if nothing is known yet."""
-        nearest = min(self._drafted, key=lambda known: abs(known - requests), default=None)
-        if nearest is None:
-            return None
-        base, price = self._line(self._drafted[nearest])
-        return base * (requests / nearest) ** 0.5, price
+    def needs_undrafted(self, requests: int) -> bool:
+        """Whether a step without drafts is due, to know what drafts are compared with."""
+        drafted = self._drafted_steps(requests)
+        return drafted.since >= drafted.refresh or self.undrafted(requests) is None
 
-    def _line(self, steps: _DraftedSteps) -> tuple[float, float]:
-        every = self._drafted.values()
-        _, tokens, seconds = steps.sums / steps.sums[0]
-        share = self._share(
-            sum(one.variance for one in every),
-            sum(one.covariance for one in every),
-            self.assumed / (1 + self.assumed * tokens),  # as a share of a step of so many tokens
-        )
-        price = self._share(steps.variance, steps.covariance, share) * seconds
-        return max(seconds - price * tokens, 0.0), price
+    def ratio(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:
+        """What a drafted step of so many tokens costs, in steps without drafts."""
+        # A measured curve is trusted; an assumed one gives way to some observed steps.
+        fixed, factor = self._drafted_steps(requests).line(20.0 if self.measured else 0.02)
+        return 1 + np.maximum(fixed + factor * self._more(requests, tokens), 0.0)
 
-    def _share(self, variance: float, covariance: float, assumed: float) -> float:
-        return max((covariance + self.weight * assumed) / (variance + self.weight), 0.0)
+    def _more(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:
+        """What the curve expects that more tokens add, in steps without drafts."""
+        here = self._curve(requests)
+        # An assumed curve has no seconds of its own.
+        undrafted = self.undrafted(requests) if self.measured else None
+        return (self._curve(tokens) - here) / (undrafted or here)
+
+    def _curve(self, tokens: int | np.ndarray) -> np.ndarray:
+        return np.interp(tokens, self._tokens, self._seconds)
+
+    def _drafted_steps(self, requests: int) -> _Drafted:
+        size = requests.bit_length()
+        if size not in self._drafted:
+            near = min(self._drafted, key=lambda known: abs(known - size), default=None)
+            start = np.zeros(5) if near is None else 0.25 * self._drafted[near].sums
+            self._drafted[size] = _Drafted(start)
+        return self._drafted[size]
+
+
+def _clip(seconds: float, expected: float) -> float:
+    return min(max(seconds, expected / 2), 2 * expected)

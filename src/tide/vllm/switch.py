@@ -1,0 +1,55 @@
+"""Whether to draft, decided by the gain that drafts are expected to bring. Knows no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_ON, _OFF = 1.03, 1.01  # mean expected gain above which drafting goes on, below which off
+_LEAST = 64  # steps with drafts found before drafting may go off
+_WAIT = 4, 512  # steps until drafts that do not pay are tried: at first, and at most
+
+
+@dataclass
+class DraftSwitch:
+    """Switches drafting on and off, for about one number of requests.
+
+    While it is on, drafts are looked for in every step, and used where they pay. While it is off,
+    nothing is looked for. Either way drafts are tried again now and then, ever more rarely, since
+    acceptance and costs change.
+
+    Attributes:
+        on: whether drafts are looked for.
+        gain: expected throughput with the drafts found, in that without, mean over some steps.
+    """
+
+    on: bool = True
+    gain: float = 1.0
+    _steps: int = 0  # with drafts found, since it was switched
+    _idle: int = 0  # steps since drafts were last used or tried
+    _wait: int = _WAIT[0]
+
+    def begin(self) -> bool:
+        """Begin a step; whether to look for drafts in it."""
+        self._idle += 1
+        return self.on or self._idle >= self._wait
+
+    def decide(self, gain: float) -> str:
+        """What to do with the drafts found in this step: "drafted", "does_not_pay" or "probe".
+
+        Args:
+            gain: throughput expected with these drafts, in that without.
+        """
+        self._steps += 1
+        # Drafts that do not pay are not used, so they gain nothing and lose nothing.
+        weight = max(1 / self._steps, 0.02) if self.on else 0.2
+        self.gain += weight * (max(gain, 1.0) - self.gain)
+        if (self.gain < _OFF and self._steps >= _LEAST) if self.on else self.gain > _ON:
+            self.on, self._steps = not self.on, 0
+            self._wait = _WAIT[0] if self.on else self._wait
+        if self.on and gain > _OFF:
+            self._idle = 0
+            return "drafted"
+        if self._idle < self._wait:
+            return "does_not_pay"
+        self._idle, self._wait = 0, min(2 * self._wait, _WAIT[1])
+        return "probe"
