@@ -122,7 +122,7 @@ def vllm(name: str) -> str:
             rows.append((
                 r["batch"], m["method"], m["tokens_per_second"], times(m["speedup"]),
                 times(m["decode_only_speedup"]),
-                " to ".join(f"{m['range_over_rounds'][k]:.2f}" for k in ("least", "most")),
+                " to ".join(f"{ratio:.2f}" for ratio in m["range_over_rounds"]),
                 times(m["ideal_speedup"]) if "ideal_speedup" in m else "",
                 f"{m['share_of_ideal']:.2f}" if "share_of_ideal" in m else "",
                 f"{m['accepted_tokens']} of {drafted}" if drafted else "",

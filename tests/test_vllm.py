@@ -257,7 +257,8 @@ def test_serve_builds_the_arguments_of_vllm(
     shared = arguments(small_artifact, "--lossless", "--cross-request-drafts")
     assert '"cross_request_drafts": true' in shared[-1]
     certified = arguments(certified_artifact, "--risk", "0.2", "--dtype", "float32")
-    assert "--enforce-eager" in certified and '"risk": 0.2' in certified[-1]
+    assert "--enforce-eager" not in certified and '"risk": 0.2' in certified[-1]
+    assert '"gates": "by_cost"' in certified[-1]
     with pytest.raises(CertificateError, match=r"No certificate covers risk 0.01"):
         arguments(certified_artifact, "--risk", "0.01", "--dtype", "float32")
     with pytest.raises(CertificateError, match="is for dtype float32"):
@@ -322,10 +323,11 @@ def server(smollm2_path: Path, certified_artifact: Path, tmp_path_factory: Any) 
     port = random.SystemRandom().randint(20000, 40000)
     command = [sys.executable, "-m", "tide.cli", "serve", str(smollm2_path),
                str(certified_artifact), "--risk", str(risk), "--dtype", "float32",
-               "--port", str(port), "--audit-rate", "0",
+               "--port", str(port), "--audit-rate", "0", "--gates", "always",
                "--max-model-len", "512", "--max-num-seqs", "32"]  # fmt: skip
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1",
-                   "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # fmt: skip
+                   "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+                   "VLLM_CPU_CI_ENV": "1"}  # fmt: skip
     log = tmp_path_factory.mktemp("server") / "log"
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)

@@ -57,6 +57,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="what to do when audited tokens differ more often than the certified bound",
     )  # fmt: skip
     parser.add_argument(
+        "--gates", choices=("by_cost", "always"), default="by_cost",
+        help="evaluate them where they pay at that number of requests, or in every step",
+    )  # fmt: skip
+    parser.add_argument(
         "--drafts", type=int, default=8, help="with --lossless: longest draft, in tokens"
     )
     parser.add_argument(
@@ -110,7 +114,7 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
     lossless = args.lossless or ("auto" if no_mode and args.artifact is None else None)
     if lossless is None:
         settings = _exits(args)
-        arguments.append("--enforce-eager")
+        arguments += _piecewise(args.rest)
     elif lossless == "auto" and not _drafts_are_free(args.rest):
         return [*arguments, *args.rest]
     else:
@@ -146,7 +150,9 @@ def _exits(args: argparse.Namespace) -> dict[str, Any]:
             "Exits need an artifact: `tide calibrate MODEL -o DIR`, then `tide serve MODEL DIR`."
         )
     made = Artifact.from_pretrained(args.artifact)
-    settings = {"artifact": args.artifact, "audit_rate": args.audit_rate}
+    settings = {
+        "artifact": args.artifact, "audit_rate": args.audit_rate, "gates": args.gates,
+    }  # fmt: skip
     if args.uncertified:
         return settings | {"uncertified": True}
     if args.risk is None:
@@ -156,6 +162,16 @@ def _exits(args: argparse.Namespace) -> dict[str, Any]:
         )
     find_certificate(made, CertificateQuery(args.risk, args.delta, _dtype(args), "propagate"))
     return settings | {"risk": args.risk, "delta": args.delta, "on_drift": args.on_drift}
+
+
+def _piecewise(rest: Sequence[str]) -> list[str]:
+    """The option with which exits can decide between CUDA graphs, where vLLM would make any."""
+    from vllm.platforms import current_platform
+
+    graphs = not (current_platform.is_cpu() or "--enforce-eager" in rest)
+    if not graphs or _given(rest, "--compilation-config"):
+        return []
+    return ["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}']
 
 
 def _drafts_are_free(rest: Sequence[str]) -> bool:

@@ -259,7 +259,8 @@ class DepthForward:
         idle = dataclasses.replace(context, attn_metadata=None, slot_mapping={})  # type: ignore[arg-type]
         with override_forward_context(idle):
             where, states = positions[:1].repeat(_SEVERAL), hidden[:1].repeat(_SEVERAL, 1)
-            self.units.warm_up(where, states)
+            if self.units.compiles:
+                self.units.warm_up(where, states)
             if self.settings.gates == "always" or self.settings.script is not None:
                 return
             if not self.gates.checkpoints:

@@ -122,6 +122,11 @@ class Units:
         self._sizes = sorted(compilation.cudagraph_capture_sizes or ()) if graphs else []
         self._buffers: list[Tensor] = []
 
+    @property
+    def compiles(self) -> bool:
+        """Whether vLLM compiles them."""
+        return not self._segments[0].do_not_compile
+
     def run(self, number: int, positions: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
         """Run a segment.
 

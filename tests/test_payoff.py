@@ -1,0 +1,59 @@
+"""Whether gates pay in vLLM, from made-up costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tide.vllm.payoff import ExitCosts, Payoff
+
+SIZES = (1, 4, 16, 64)
+
+
+def costs(gate: float = 0.05, flat: bool = True) -> ExitCosts:
+    """Two segments of the same cost: bound by reading weights, or by arithmetic."""
+    segment = [1.0 if flat else float(size) for size in SIZES]
+    store = [0.1 * seconds for seconds in segment]
+    return ExitCosts(SIZES, [segment, segment], [[0.0] * 4, store], [[gate] * 4])
+
+
+def test_expected_seconds() -> None:
+    one = costs()
+    assert one.full_depth(1) == pytest.approx(2.0)
+    # The exit saves a segment, and stores its KV.
+    assert one.with_exits(1, [1.0]) == pytest.approx(1.0 + 0.05 + 0.1)
+    assert one.with_exits(1, [0.5]) == pytest.approx(1.0 + 0.05 + 0.5 * 0.1 + 0.5 * 1.0)
+    # Of two requests, one that continues takes the step through all layers.
+    assert one.with_exits(2, [0.5]) == pytest.approx(1.05 + 0.75 * 0.1 + 0.75 * 1.0)
+    # Arithmetic is saved in proportion; beyond what was measured, it goes on growing.
+    many = costs(flat=False)
+    assert many.with_exits(32, [0.5]) == pytest.approx(32 + 0.05 + 16 * 0.1 + 16, rel=1e-6)
+    assert many.full_depth(128) == pytest.approx(256)
+
+
+def test_break_even() -> None:
+    assert costs().break_even(1) == pytest.approx(0.06)  # 0.05 / (1 - 0.1), rounded up
+    assert costs().break_even(32) > 0.9  # as long as one continues, all is read
+    assert costs(gate=2.0).break_even(1) is None
+    text = Payoff(costs(gate=2.0)).summary(8)
+    assert text == "gates pay never at 1 request, never at 8 requests."
+
+
+def test_gates_are_evaluated_where_they_pay() -> None:
+    payoff = Payoff(costs())
+    assert payoff.pays(1) and not payoff.pays(32)
+    for _ in range(300):
+        payoff.add(0, 0, 10)  # no token exits
+        payoff.pays(1)
+    assert payoff.share(0) < 0.02
+    assert not payoff.pays(1)
+
+
+def test_a_choice_near_break_even_stays() -> None:
+    payoff = Payoff(costs(gate=0.448))  # gains 0.2 % at the share of one half that is assumed
+    assert payoff.pays(1)
+    switches = 0
+    for step in range(4000):
+        before = payoff.pays(1)
+        payoff.add(0, step % 2, 1)
+        switches += payoff.pays(1) != before
+    assert switches == 0
