@@ -144,9 +144,7 @@ class Engine:
             VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS=str(args.threads), HF_HUB_OFFLINE="1",
             KMP_BLOCKTIME="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )  # fmt: skip
-        os.environ.pop("VLLM_PLUGINS", None)
-        if not method.plugin:
-            os.environ["VLLM_PLUGINS"] = ""
+        os.environ["VLLM_PLUGINS"] = "tide" if method.plugin else ""
         given = {"dtype": args.dtype, "max_model_len": args.prompt + args.new + 512,
                  "max_num_seqs": 32, **method.options}  # fmt: skip
         began = time.perf_counter()

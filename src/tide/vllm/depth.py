@@ -6,7 +6,6 @@ A token that exits gets the output of its exit head; the layers above only store
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import random
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.distributed import get_tp_group
 from vllm.forward_context import (
     ForwardContext,
@@ -31,28 +30,11 @@ from tide.vllm.metadata import Requests, can_subset, with_requests, with_slots
 from tide.vllm.metrics import Metrics
 from tide.vllm.payoff import ExitCosts, Payoff
 from tide.vllm.settings import Settings
-from tide.vllm.units import Units
+from tide.vllm.units import Units, without_attention
 
 logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 
 _SEVERAL = 8  # tokens with which units are compiled; any other number will do
-
-
-class _Attended(nn.Module):
-    """In place of a layer's attention: returns the output that was computed before."""
-
-    output: Tensor
-
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        return self.output
-
-
-def _without_attention(layer: Any) -> Any:
-    """A copy of a layer, with its weights, whose attention is given."""
-    made = copy.copy(layer)
-    made._modules = dict(layer._modules)
-    made.self_attn = _Attended()
-    return made
 
 
 class DepthForward:
@@ -198,7 +180,7 @@ class DepthForward:
                 positions=active.all_positions,
                 hidden_states=layer.input_layernorm(active.exit_states),
             )
-            rest = _without_attention(layer)
+            rest = without_attention(layer)
             rest.self_attn.output = attended[active.tokens]
             active.hidden, active.residual = rest(active.positions, active.hidden, active.residual)
             self.counts.fills[n] += len(active.exit_states) - len(active.tokens)
@@ -250,7 +232,7 @@ class DepthForward:
     def _get_ready(self, positions: Tensor, hidden: Tensor, context: ForwardContext) -> None:
         """Compile all units, where vLLM compiles, and measure what they and the gates cost; once.
 
-        Not left to the first pass that needs a unit: compiled from one token, it would be for one.
+        All at once: a unit that the first pass with one token compiled would be for one token.
         """
         if self._ready:
             return

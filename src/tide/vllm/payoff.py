@@ -112,7 +112,7 @@ class ExitCosts:
         return None
 
     def _expected(self, curve: Sequence[float], requests: int, share: float) -> float:
-        """Mean of a curve over the number of tokens that is left if each is with this chance."""
+        """Mean of a curve, if each of so many tokens is in the pass with this chance."""
         counts = np.arange(1, requests + 1)
         last = self.sizes[-1]
         seconds = np.interp(counts, self.sizes, curve) * np.maximum(counts / last, 1.0)

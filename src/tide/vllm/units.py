@@ -1,7 +1,7 @@
 """Segments of a decoder that vLLM compiles apart, with Python between them.
 
-vLLM compiles a module as one graph and drops all guards, so a decision cannot stand inside. A unit
-is such a module: one segment of the decoder, or what stores the KV of one. With --enforce-eager
+vLLM compiles a module as one graph, once and for all, so a decision cannot stand inside. A unit is
+such a module: one segment of the decoder, or what stores the KV of one. With --enforce-eager
 vLLM compiles none of them, and they run as they are.
 """
 
@@ -88,6 +88,23 @@ def _storing(attention: Any) -> Any:
     made = copy.copy(attention)
     made._modules = dict(attention._modules)
     made.attn, made.o_proj = _Store(attention.attn), _Nothing()
+    return made
+
+
+class _Attended(nn.Module):
+    """In place of a layer's attention: returns the output that was computed before."""
+
+    output: Tensor
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        return self.output
+
+
+def without_attention(layer: Any) -> Any:
+    """A copy of a layer, with its weights, whose attention is given."""
+    made = copy.copy(layer)
+    made._modules = dict(layer._modules)
+    made.self_attn = _Attended()
     return made
 
 
