@@ -79,11 +79,20 @@ def _compiled(method: str, dtype: str) -> str:
     return times(_method(rows, method)["speedup_p20_p50_p80"][1])
 
 
+def _vllm(name: str, batch: int, method: str) -> dict[str, Any]:
+    found = next(r for r in read(name)["results"] if r["batch"] == batch)
+    return _method(found["methods"], method)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "compiled_cold": lambda: str(
         _method(read("compiled_cold")["results"]["methods"], "off, compiled")["first_call_seconds"]
     ),
     "commits_off": lambda: times(read("commits_speed_off")["results"][0]["speedup_p20_p50_p80"][1]),
+    "vllm_exit_share_1": lambda: (
+        f"{_vllm('vllm_exits', 1, 'all exit at half depth')['share_of_ideal']:.2f}"
+    ),
+    "compiled_bf16": lambda: _compiled("lossless, compiled", "bfloat16"),
     "compiled_fp32": lambda: _compiled("lossless, compiled", "float32"),
     "exits_alone": lambda: times(_exits(drafts=False)["speedup"]),
     "exits_saved": lambda: _saved(_exits(drafts=False)),

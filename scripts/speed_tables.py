@@ -75,8 +75,8 @@ def bench(*, short: bool = False) -> str:
     return table(head, rows) + conditions(found["conditions"])
 
 
-def compiled() -> str:
-    found = read("compiled")
+def compiled(name: str = "compiled") -> str:
+    found = read(name)
     rows = [
         (m["dtype"], m["batch"], m["method"], m["tokens_per_second"],
          " / ".join(f"{q:.2f}" for q in m["speedup_p20_p50_p80"]), m["same_batches"],

@@ -33,6 +33,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode_limit_random": lambda: speed.decode_limit("decode_limit_random"),
     "decode_limit_random_bf16": lambda: speed.decode_limit("decode_limit_random_bf16"),
     "compiled": speed.compiled,
+    "compiled_qwen": lambda: speed.compiled("compiled_qwen2_5_coder_0_5b"),
     "compiled_exits": speed.compiled_exits,
     "commits": speed.commits,
     "lossless": speed.lossless,
