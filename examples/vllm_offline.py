@@ -24,7 +24,8 @@ parser.add_argument("--new-tokens", type=int, default=64)
 args = parser.parse_args()
 
 if args.risk is not None:
-    tide = {"artifact": args.artifact, "risk": args.risk, "on_drift": "full_depth"}
+    # By default, gates are evaluated only where they pay; here, in every step, to see exits.
+    tide = {"artifact": args.artifact, "risk": args.risk, "gates": "always"}
     options = {}
 else:
     tide = {"artifact": args.artifact, "mode": "lossless"}

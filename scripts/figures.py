@@ -89,6 +89,13 @@ FIGURES: dict[str, Callable[[], str]] = {
         _method(read("compiled_cold")["results"]["methods"], "off, compiled")["first_call_seconds"]
     ),
     "commits_off": lambda: times(read("commits_speed_off")["results"][0]["speedup_p20_p50_p80"][1]),
+    **{
+        f"vllm_drafts_{batch}": lambda batch=batch: times(
+            _vllm("vllm_drafts", batch, "drafts")["tokens_per_second"]
+            / _vllm("vllm_drafts", batch, "vLLM")["tokens_per_second"]
+        )
+        for batch in (1, 8, 32)
+    },
     "vllm_exit_share_1": lambda: (
         f"{_vllm('vllm_exits', 1, 'all exit at half depth')['share_of_ideal']:.2f}"
     ),
