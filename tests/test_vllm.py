@@ -174,7 +174,7 @@ def test_drafts_without_an_artifact_keep_the_token_ids_of_vllm(
 
 def test_steps_are_measured_while_a_compiled_engine_warms_up(tmp_path: Path) -> None:
     tiny_model("llama", **SIZES).save_pretrained(tmp_path)
-    options = {**SHORT["options"], "enforce_eager": False}
+    options = {**SHORT["options"], **COMPILED}
     given = {**SHORT, "model": str(tmp_path), "options": options}
     found = case("drafts", **given, tide={"mode": "lossless"}, inductor=True)
     assert [int(tokens) for tokens in found["step_costs"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]

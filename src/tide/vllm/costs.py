@@ -28,7 +28,7 @@ def measure_steps(step: Callable[[int], Any], most: int) -> dict[int, float]:
     """
     if get_forward_context().attn_metadata is not None:
         return {}
-    steps: dict[str, Callable[[], Any]] = {str(n): partial(step, n) for n in _TOKENS if n <= most}
+    steps: dict[int, Callable[[], Any]] = {n: partial(step, n) for n in _TOKENS if n <= most}
     began = time.perf_counter()
     for run in steps.values():
         run()
@@ -36,7 +36,7 @@ def measure_steps(step: Callable[[int], Any], most: int) -> dict[int, float]:
     repeats = int(_SECONDS / (time.perf_counter() - began)) - 2  # two warm up
     # Ranks run a step together, so all must run as many.
     repeats = get_tp_group().broadcast_object(min(max(repeats, 3), 9))
-    found = {int(n): seconds for n, seconds in medians(steps, repeats=repeats).items()}
+    found = medians(steps, repeats=repeats)
     if get_tp_group().is_first_rank:
         logger.info("TIDE: %s", describe(found))
     return found

@@ -65,6 +65,7 @@ class DepthForward:
         self._ready = False
         self._draw = random.Random(0)
         self._attention = [layer.self_attn.attn for layer in self.layers]
+        self._without_attention = [without_attention(layer) for layer in self.layers]
         self._by_name = {attn.layer_name: attn for attn in self._attention}
         for attn in self._attention:
             if attn.attn_backend.forward_includes_kv_cache_update:
@@ -96,14 +97,15 @@ class DepthForward:
         decoding = requests.decoding() if self.gates.checkpoints else []
         if self.gates.checkpoints and not self.tripped:
             self.gates.remember(requests, ids)
-        count = int(requests.starts[-1])  # the rest is padding
-        active = ActiveTokens.all_of(hidden[:count], positions[:count], context)
-        out = torch.zeros_like(hidden)
         if not decoding or self.tripped or not self._pays(len(decoding)):
+            active = ActiveTokens.all_of(hidden, positions, context)
             for number in range(len(self.units.layers)):
                 self._run(number, active)
-            out[:count] = active.hidden
+            out = active.hidden
         else:
+            out = torch.zeros_like(hidden)
+            count = int(requests.starts[-1])  # the rest is padding
+            active = ActiveTokens.all_of(hidden[:count], positions[:count], context)
             if self.settings.attention == "all" or not can_subset(context, self._attention[0]):
                 active.exit_states = torch.zeros_like(active.hidden)
                 active.all_positions = active.positions
@@ -180,7 +182,7 @@ class DepthForward:
                 positions=active.all_positions,
                 hidden_states=layer.input_layernorm(active.exit_states),
             )
-            rest = without_attention(layer)
+            rest = self._without_attention[n]
             rest.self_attn.output = attended[active.tokens]
             active.hidden, active.residual = rest(active.positions, active.hidden, active.residual)
             self.counts.fills[n] += len(active.exit_states) - len(active.tokens)
