@@ -240,7 +240,8 @@ class DepthForward:
             return
         self._ready = True
         # As in a warm-up of vLLM: nothing attends, and no KV is written.
-        idle = dataclasses.replace(context, attn_metadata=None, slot_mapping={})  # type: ignore[arg-type]
+        nothing: Any = {"attn_metadata": None, "slot_mapping": {}}
+        idle = dataclasses.replace(context, **nothing)
         with override_forward_context(idle):
             where, states = positions[:1].repeat(_SEVERAL), hidden[:1].repeat(_SEVERAL, 1)
             if self.units.compiles:
