@@ -294,6 +294,8 @@ def test_every_architecture_skips_the_same_layers_in_both_attentions(
     assert sum(compiled["fills"]) > 0
     assert compiled["stored"] == added(compiled["tokens"], compiled["fills"])
     assert compiled["graphs"] == 3  # two segments, and the KV of the second; no more while serving
+    # Others norm their keys. What does not compute the layers' KV is not used.
+    assert compiled["folded"] == [family in ("llama", "mistral", "qwen2"), False]
 
 
 def test_two_ranks_predict_the_tokens_of_one(tmp_path: Path) -> None:

@@ -182,10 +182,25 @@ def compiled(given: dict[str, Any]) -> Any:
     for name, share in (("no exits", 0.0), ("exits", 0.5)):
         tide.gates.script = ScriptedPolicy.share(share)
         found[name] = in_waves(llm, given["prompts"], given["new"], wave=2)
-    counts = {"tokens": tide.counts.tokens, "fills": tide.counts.fills}
+    counts = {"tokens": tide.counts.tokens, "fills": tide.counts.fills, "graphs": graphs()}
     return {
-        **found, **counts, "attended": attended, "stored": stored, "graphs": graphs(),
+        **found, **counts, "attended": attended, "stored": stored,
+        "folded": _folded_and_spoiled(model),
     }  # fmt: skip
+
+
+def _folded_and_spoiled(model: Any) -> tuple[bool, bool]:
+    """Whether one projection gives the KV of all layers; and so after it was spoiled."""
+    import torch
+    from vllm.forward_context import set_forward_context
+
+    (store,), units = model.tide.units._stores, model.tide.units
+    before = store.folded
+    if before:
+        store.project.norm = torch.nn.Identity()
+        with set_forward_context(None, model._vllm_config), torch.no_grad():
+            units.check(torch.arange(3), torch.randn(3, model.config.hidden_size))
+    return before, store.folded
 
 
 def calibration_answers(given: dict[str, Any]) -> Any:

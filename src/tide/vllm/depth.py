@@ -244,6 +244,7 @@ class DepthForward:
         idle = dataclasses.replace(context, **nothing)
         with override_forward_context(idle):
             where, states = positions[:1].repeat(_SEVERAL), hidden[:1].repeat(_SEVERAL, 1)
+            self.units.check(where, states)
             if self.units.compiles:
                 self.units.warm_up(where, states)
             if self.settings.gates == "always" or self.settings.script is not None:

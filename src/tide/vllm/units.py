@@ -11,17 +11,20 @@ import bisect
 import copy
 import dataclasses
 import itertools
+import logging
 import types
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from vllm.compilation.backends import set_model_tag
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention.attention import _encode_layer_name
+
+from tide.vllm.stores import StoreKV
+
+logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 
 
 class _Segment(nn.Module):
@@ -42,53 +45,6 @@ class _Segment(nn.Module):
         if self.norm is None:
             return hidden_states, residual
         return self.norm(hidden_states, residual)
-
-
-class _StoreKV(nn.Module):
-    """The layers of a segment as far as they store KV, all from the same states."""
-
-    def __init__(self, *, vllm_config: Any, prefix: str = "", layers: Sequence[Any]) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(layer.input_layernorm for layer in layers)
-        self.attention = nn.ModuleList(_storing(layer.self_attn) for layer in layers)
-
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> list[Tensor]:
-        # What comes back is empty, but a compiler drops stores whose result nobody gets.
-        return [
-            attention(positions=positions, hidden_states=norm(hidden_states))
-            for norm, attention in zip(self.norms, self.attention, strict=True)
-        ]
-
-
-class _Store(nn.Module):
-    """In place of attention: stores keys and values, and attends to nothing."""
-
-    def __init__(self, attn: Any) -> None:
-        super().__init__()
-        self.layer_name = attn.layer_name
-        self.key_shape = -1, attn.num_kv_heads, attn.head_size
-        self.value_shape = -1, attn.num_kv_heads, attn.head_size_v
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return torch.ops.vllm.unified_kv_cache_update(
-            key.view(self.key_shape), value.view(self.value_shape),
-            _encode_layer_name(self.layer_name),
-        )  # fmt: skip
-
-
-class _Nothing(nn.Module):
-    """In place of the projection of attention's output, of which there is none."""
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        return hidden_states, None
-
-
-def _storing(attention: Any) -> Any:
-    """A copy of a layer's attention, with its weights, that only stores KV."""
-    made = copy.copy(attention)
-    made._modules = dict(attention._modules)
-    made.attn, made.o_proj = _Store(attention.attn), _Nothing()
-    return made
 
 
 class _Attended(nn.Module):
@@ -123,7 +79,7 @@ class Units:
     def __init__(self, decoder: Any, vllm_config: Any, bounds: Sequence[int]) -> None:
         self.layers = list(itertools.pairwise(bounds))
         self._config = vllm_config
-        every = list(decoder.layers)
+        self._every = every = list(decoder.layers)
         self._segments = [
             self._make(
                 _Segment, lo, hi, layers=every[lo:hi],
@@ -132,7 +88,7 @@ class Units:
             for lo, hi in self.layers
         ]  # fmt: skip
         self._stores = [
-            self._make(_StoreKV, lo, hi, layers=every[lo:hi]) for lo, hi in self.layers[1:]
+            self._make(StoreKV, lo, hi, layers=every[lo:hi]) for lo, hi in self.layers[1:]
         ]
         compilation = vllm_config.compilation_config
         graphs = compilation.cudagraph_mode.has_piecewise_cudagraphs()
@@ -162,6 +118,15 @@ class Units:
     def store(self, number: int, positions: Tensor, states: Tensor) -> None:
         """Store the KV of a segment, not the first, and run nothing else of it."""
         self._call(self._stores[number - 1], positions, states)
+
+    def check(self, positions: Tensor, hidden: Tensor) -> None:
+        """Compare KV computed for several layers at once with that of each layer."""
+        for (lo, hi), store in zip(self.layers[1:], self._stores, strict=True):
+            if not store.check(self._every[lo:hi], positions, hidden):
+                logger.warning(
+                    "TIDE: keys and values of layers %d to %d cannot be computed at once for this "
+                    "model; they are computed layer by layer.", lo, hi - 1,
+                )  # fmt: skip
 
     def warm_up(self, positions: Tensor, hidden: Tensor) -> Tensor:
         """Run every unit, so that vLLM compiles all of them now; returns the normed states."""
@@ -201,7 +166,7 @@ class Units:
         vLLM finds compiled code by the code object, and on disk by the qualified name and the first
         line of `forward`; units that shared them would run each other's graph.
         """
-        name = f"{base.__name__[1:]}_{lo}_{hi}"
+        name = f"{base.__name__.strip('_')}_{lo}_{hi}"
         forward: Any = base.forward
         own = types.FunctionType(
             forward.__code__.replace(co_name=name), forward.__globals__, name, forward.__defaults__
