@@ -93,6 +93,10 @@ def methods_of(args: Any) -> dict[str, Method]:
             plugin=False, ours=False,
         ),
         "drafts": Method(lossless),
+        # As suffix decoding does by default: from answers to other requests too.
+        "drafts, cross-request": Method(
+            {**proposer, **tide(mode="lossless", cross_request_drafts=True)}
+        ),
         "drafts, eager": Method({**eager, **lossless}),
     }  # fmt: skip
     if importlib.util.find_spec("arctic_inference") is not None:

@@ -46,25 +46,37 @@ def test_what_one_sequence_generated_is_drafted_for_another() -> None:
     shared.learn(first, 2)
     first += [4, 5]
     shared.learn(first, 5)
-    assert shared.propose([7, 1, 2, 3], 3) == Draft("cross-request", [4, 5])
-    assert shared.propose([7, 2, 3, 4], 3) == Draft("cross-request", [5])
+    assert shared.propose([7, 1, 2, 3], 3) == Draft("cross-request 2 few", [4, 5])
+    assert shared.propose([9, 1, 2, 3], 3) == Draft("cross-request 3 few", [4, 5])  # four match
+    assert shared.propose([7, 7, 2], 1) == Draft("cross-request 1 few", [3])
     assert shared.propose([3, 4, 5], 3) is None  # nothing was generated after that yet
-    assert shared.propose([9, 9], 3) is None
+    assert shared.propose([7], 3) is None
+
+
+def test_the_longest_match_is_copied_then_what_most_occurrences_have() -> None:
+    shared = CrossRequestNGrams()
+    for text in ([8, 1, 2, 3, 4], [9, 1, 2, 3, 5], [8, 1, 2, 3, 4], [6, 1, 2, 3, 7]):
+        shared.learn(text, 3)
+    assert shared.propose([9, 1, 2, 3], 1) == Draft("cross-request 3 few", [5])
+    assert shared.propose([0, 1, 2, 3], 1) == Draft("cross-request 2 most", [4])
+    for _ in range(8):  # older occurrences are forgotten
+        shared.learn([9, 1, 2, 3, 5], 3)
+    assert shared.propose([8, 1, 2, 3], 1) == Draft("cross-request 2 most", [5])
 
 
 def test_a_prompt_is_not_drafted_for_others() -> None:
     shared = CrossRequestNGrams()
     shared.learn([1, 2, 3, 4, 5, 6], 5)  # five tokens are the prompt's
     assert shared.propose([1, 2, 3], 3) is None
-    assert shared.propose([3, 4, 5], 3) == Draft("cross-request", [6])
+    assert shared.propose([3, 4, 5], 3) == Draft("cross-request 2 few", [6])
 
 
 def test_what_was_generated_long_ago_is_forgotten() -> None:
-    shared = CrossRequestNGrams(most=10)
+    shared = CrossRequestNGrams(most=60)
     for start in range(0, 400, 10):
         shared.learn(list(range(start, start + 10)), 0)
-        assert len(shared._new) + len(shared._old) <= 10 + 7
-    assert shared.propose([390, 391, 392], 1) == Draft("cross-request", [393])
+        assert len(shared._new) + len(shared._old) <= 60 + 2 * 24
+    assert shared.propose([390, 391, 392], 1) == Draft("cross-request 2 few", [393])
     assert shared.propose([0, 1, 2], 1) is None
 
 

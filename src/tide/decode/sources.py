@@ -6,6 +6,7 @@ worth looking up too, to Oliaro et al., "SuffixDecoding", 2024.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -23,6 +24,13 @@ class Draft(NamedTuple):
 
     draft_type: str
     tokens: list[int]
+
+
+class _Place(NamedTuple):
+    """A place in a text: `end` is the index of the token after an n-gram."""
+
+    text: list[int]
+    end: int
 
 
 class DraftSource(Protocol):
@@ -56,20 +64,28 @@ class ContextNGrams:
 
 
 class CrossRequestNGrams:
-    """Copies what followed the last three tokens in what any sequence has generated lately.
+    """Copies what followed the last 3, else 2, 1 tokens in what any sequence has generated lately.
 
-    Sequences share it.
+    Of the latest occurrences, the one that shares most tokens; of such, the one whose next token
+    most others have too. How long the match is and how many agree is the type. Sequences share it.
 
     Args:
         most: n-grams remembered. The older half is forgotten at once.
     """
 
-    n = 3
+    orders = (3, 2, 1)
+    _occurrences = 8  # of an n-gram that are kept: the latest
+    _longest = 16  # tokens that are compared
 
     def __init__(self, most: int = 1 << 18) -> None:
         self._half = most // 2
-        self._new: dict[tuple[int, ...], tuple[list[int], int]] = {}  # -> text, place after it
-        self._old: dict[tuple[int, ...], tuple[list[int], int]] = {}
+        self._new: dict[tuple[int, ...], list[_Place]] = {}
+        self._old: dict[tuple[int, ...], list[_Place]] = {}
+
+    @property
+    def n(self) -> int:
+        """Tokens before a generated one that the longest n-gram has."""
+        return self.orders[0]
 
     def learn(self, generated: list[int], start: int) -> None:
         """Remember what a sequence generated from place `start` on.
@@ -78,16 +94,39 @@ class CrossRequestNGrams:
             generated: is kept, not copied, so it should not have the whole prompt in it. It may
                 grow but not change.
         """
-        for end in range(max(start, self.n), len(generated)):
-            self._new[tuple(generated[end - self.n : end])] = generated, end
+        for end in range(start, len(generated)):
+            for n in self.orders:
+                if end >= n:
+                    places = self._new.setdefault(tuple(generated[end - n : end]), [])
+                    places.append(_Place(generated, end))
+                    del places[: -self._occurrences]
         if len(self._new) > self._half:
             self._old, self._new = self._new, {}
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft | None:
         """See `DraftSource.propose`."""
-        key = tuple(tokens[-self.n :])
-        text, place = self._new.get(key) or self._old.get(key) or ([], 0)
-        return Draft("cross-request", text[place : place + limit]) if text else None
+        for n in self.orders:
+            key = tuple(tokens[-n:])
+            if len(key) == n and (places := self._new.get(key) or self._old.get(key)):
+                break
+        else:
+            return None
+        follow = Counter(place.text[place.end] for place in places)
+        matched, count, best = max(
+            (self._matched(tokens, place, n), follow[place.text[place.end]], i)
+            for i, place in enumerate(places)
+        )
+        agree = "most" if 2 * count >= len(places) > 1 else "few"
+        text, end = places[best]
+        return Draft(f"cross-request {matched.bit_length()} {agree}", text[end : end + limit])
+
+    def _matched(self, tokens: Sequence[int], place: _Place, n: int) -> int:
+        """How many tokens before a place are the last ones of a sequence; `n` are known to be."""
+        text, end = place
+        most = min(end, len(tokens), self._longest)
+        while n < most and text[end - n - 1] == tokens[-n - 1]:
+            n += 1
+        return n
 
 
 class TableDrafts:
