@@ -5,8 +5,8 @@
 
 Both servers run; for each arrival rate they take turns. Requests are streamed and arrive as a
 Poisson process; a share of them is aborted by the client. Every answer is checked: that it is the
-answer to this request (by its id and the length of its prompt), complete, and of as many tokens as
-wanted.
+answer to this request (by its id and the length of its prompt), complete, and that it ended where
+the model ended it or after as many tokens as wanted.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class Server:
     async def _send(self, session: aiohttp.ClientSession, plan: Plan) -> Outcome:
         body = {
             "model": self.model, "prompt": plan.prompt, "max_tokens": plan.new, "temperature": 0,
-            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+            "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        found, usage, began = Outcome(), None, time.perf_counter()
+        found, usage, reason, began = Outcome(), None, None, time.perf_counter()
         limit = aiohttp.ClientTimeout(total=plan.patience or 3600)
         try:
             async with session.post(
@@ -138,6 +138,7 @@ class Server:
                     if chunk["choices"]:
                         found.last = time.perf_counter() - began
                         found.first = found.first or found.last
+                        reason = chunk["choices"][0]["finish_reason"] or reason
         except asyncio.TimeoutError:
             found.aborted = True
             return found
@@ -145,8 +146,9 @@ class Server:
             found.errors.append("lost")
         else:
             found.tokens = usage["completion_tokens"]
-            if (usage["prompt_tokens"], found.tokens) != (len(plan.prompt), plan.new):
-                found.errors.append("wrong lengths")
+            complete = reason == "stop" or (reason, found.tokens) == ("length", plan.new)
+            if usage["prompt_tokens"] != len(plan.prompt) or not complete:
+                found.errors.append("wrong length")
         return found
 
 

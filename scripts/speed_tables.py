@@ -138,5 +138,22 @@ def vllm(name: str) -> str:
     )
 
 
+def vllm_load() -> str:
+    found = read("vllm_load")
+    rows = [
+        (
+            f"{r['requests_per_second']:g}", r["server"],
+            f"{r['answered']} of {r['requests']}", r["aborted_by_client"],
+            sum(r["errors"].values()), r["tokens_per_second"],
+            " / ".join(map(str, r["first_token_ms_p50_p99"])),
+            " / ".join(map(str, r["per_token_ms_p50_p99"])),
+        )
+        for r in found["results"]
+    ]  # fmt: skip
+    head = ("requests/s", "server", "answered", "aborted by the client", "lost, crossed or cut",
+            "tokens/s", "first token, ms, p50 / p99", "per token, ms, p50 / p99")  # fmt: skip
+    return table(head, rows) + conditions(found["conditions"])
+
+
 def _per_prompt(method: dict[str, Any]) -> str:
     return " / ".join(f"{method['per_prompt_speedup'][p]:.2f}" for p in ("p20", "p50", "p80"))

@@ -10,6 +10,7 @@ import numpy as np
 # In shares of a step of one token, for a model whose steps were not measured.
 _ASSUMED = {1: 1.0, 64: 1.0 + 0.015 * 63}
 _FAR = 1 << 20  # more tokens than a step can have
+_SOME = 0.2  # what drafts usually add to a step: a line is trusted where it was observed
 _REFRESH = 8, 128  # drafted steps after which one without drafts is due: at first, and at most
 
 
@@ -48,9 +49,11 @@ class _Drafted:
         """The fixed part, and the factor on what the curve expects.
 
         Args:
-            trust: the curve counts as so many steps of twice the cost, and some of the same cost.
+            trust: the curve counts as so many steps without drafts, and as many with some.
         """
-        n, x, y, xx, xy = self.sums + np.array([4 + trust, trust, trust, trust, trust])
+        known = np.array([4 + 2 * trust, _SOME, _SOME, _SOME**2, _SOME**2])
+        known[1:] *= trust
+        n, x, y, xx, xy = self.sums + known
         factor = max((n * xy - x * y) / (n * xx - x * x), 0.0)
         return (y - factor * x) / n, factor
 
@@ -116,7 +119,7 @@ class StepCost:
     def ratio(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:
         """What a drafted step of so many tokens costs, in steps without drafts."""
         # A measured curve is trusted; an assumed one gives way to some observed steps.
-        fixed, factor = self._drafted_steps(requests).line(20.0 if self.measured else 0.02)
+        fixed, factor = self._drafted_steps(requests).line(10.0 if self.measured else 0.02)
         return 1 + np.maximum(fixed + factor * self._more(requests, tokens), 0.0)
 
     def _more(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:
