@@ -221,6 +221,20 @@ class WaterlineCache(Cache):
                 layer.values[s, :, end:new_end] = 0
             self.ends[index] = new_ends
 
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copy KV of tokens to other positions of their sequence, in every layer.
+
+        Args:
+            moves: sequence, position from, position to; all are read before any is written.
+        """
+        at = torch.tensor(
+            [(s, self.starts[s] + old, self.starts[s] + new) for s, old, new in moves]
+        ).T
+        for layer in self.layers:
+            lines, old, new = at.to(layer.keys.device)
+            for buffer in (layer.keys, layer.values):
+                buffer[lines, :, new] = buffer[lines, :, old]
+
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget, in every layer, what each sequence holds beyond its first `lengths[s]` tokens."""
         if len(lengths) != self.sequences or min(lengths) < 0:

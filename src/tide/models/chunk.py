@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tide.models.tokens import NOTES, TokenBatch
+from tide.errors import RangeError
+from tide.models.tokens import MOST_NODES, NOTES, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Places:
 
     Attributes:
         packed: whole numbers, `[sequences, new_tokens, numbers]`: id, position, first slot of the
-            sequence and own slot of each token, then what the `TokenBatch` noted of it.
+            sequence and own slot of each token, the last slot up to which it attends to all, and
+            to which of the next 64 it attends as well, one bit each; then what the `TokenBatch`
+            noted of it.
     """
 
     packed: Tensor
@@ -45,14 +48,30 @@ class Places:
         return self.packed[..., 3]
 
     @property
+    def reaches(self) -> Tensor:
+        """Last slot up to which each token attends to all, `[sequences, new_tokens]`.
+
+        Its own, or in a draft tree that of the token before the tree.
+        """
+        return self.packed[..., 4]
+
+    @property
+    def ancestors(self) -> Tensor:
+        """To which of the 64 slots behind that each token attends, `[sequences, new_tokens]`.
+
+        Bits of a number: in a draft tree the token's own and those of the nodes that it follows.
+        """
+        return self.packed[..., 5]
+
+    @property
     def notes(self) -> Tensor:
         """What was noted of each token, `[sequences, new_tokens, NOTES]`."""
-        return self.packed[..., 4:]
+        return self.packed[..., 6:]
 
     def without_notes(self) -> Tensor:
         """The same with zeros in place of notes."""
         packed = self.packed.clone()
-        packed[..., 4:] = 0
+        packed[..., 6:] = 0
         return packed
 
 
@@ -67,6 +86,7 @@ class Chunk:
         spare: the slot to which padding is written; nothing reads it.
         block: the slots as one slice, where all sequences write the same ones; otherwise None.
         causal: no padding and no gaps anywhere, so the model may make its own causal mask.
+        tree: some sequence has a draft tree in it.
         lo, hi: the layers that the pass runs.
         fill: whether the layers are to write KV and do no more.
     """
@@ -77,6 +97,7 @@ class Chunk:
     spare: int
     block: slice | None
     causal: bool
+    tree: bool = False
     lo: int = 0
     hi: int = 0
     fill: bool = False
@@ -144,11 +165,17 @@ def plan_chunk(
         left_padded = (np.sort(mask, 1) == mask).all()
         empty = tuple(ends) == tuple(starts)
         block = bool(block and left_padded and empty and last >= new_tokens)
+    positions, reaches, ancestors = slots - first, slots, np.zeros_like(slots)
+    if tokens.parents is not None:
+        depths, ancestors = _tree(tokens.parents)
+        positions, reaches = positions[:, :1] + depths, slots[:, :1]
     parts = [
         tokens.ids.cpu().numpy(),
-        np.where(mask, slots - first, 0),
+        np.where(mask, positions, 0),
         np.broadcast_to(first, mask.shape),
         np.where(mask, slots, spare),
+        np.where(mask, reaches, first),
+        np.where(mask, ancestors, 0),
     ]
     packed = np.zeros((*mask.shape, len(parts) + NOTES), np.int64)
     for number, part in enumerate(parts):
@@ -161,8 +188,24 @@ def plan_chunk(
         tokens=int(mask.sum()),
         spare=spare,
         block=slice(last - new_tokens, last) if block else None,
-        causal=block and not padded and not any(starts),
+        causal=block and not padded and not any(starts) and tokens.parents is None,
+        tree=tokens.parents is not None,
     )
+
+
+def _tree(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Depth of each token below the first, and as bits the tokens from there to it."""
+    sequences, new_tokens = parents.shape
+    if new_tokens > 1 + MOST_NODES:
+        raise RangeError(f"Got a tree of {new_tokens - 1} nodes; it may have {MOST_NODES}.")
+    depths = np.zeros(parents.shape, np.int64)
+    ancestors = np.zeros(parents.shape, np.uint64)
+    lines = np.arange(sequences)
+    for k in range(1, new_tokens):
+        parent = parents[:, k]
+        depths[:, k] = depths[lines, parent] + 1
+        ancestors[:, k] = ancestors[lines, parent] | np.uint64(1 << (k - 1))
+    return depths, ancestors.view(np.int64)
 
 
 def upload(packed: np.ndarray, device: torch.device) -> Tensor:

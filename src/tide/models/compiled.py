@@ -28,9 +28,9 @@ from tide.models.masks import explicit_mask
 from tide.models.runner import Stage, Then
 from tide.models.segments import SegmentRunner, call_segment
 from tide.models.selfcheck import require_equal
-from tide.models.tokens import NOTES, TokenBatch
+from tide.models.tokens import MOST_NODES, NOTES, TokenBatch
 
-LONGEST = 16  # new tokens of a sequence in a compiled pass; longer ones, as prompts are, are not
+LONGEST = 1 + MOST_NODES  # new tokens of a sequence in a compiled pass; longer ones, as prompts are, are not
 _SEVERAL = 3, 5  # sequences and tokens with which "several" is compiled; any others will do
 _PROMPT = 7  # tokens of the prompts on which graphs are proven
 
@@ -191,7 +191,9 @@ class CompiledRunner(SegmentRunner):
         valid = torch.ones(sequences, new_tokens, dtype=torch.bool)
         valid[1:, 1:] = False
         notes = np.ones((sequences, new_tokens, NOTES), np.int64)
-        tokens = TokenBatch(ids[:, _PROMPT:], valid, notes=notes)
+        # A chain is a tree too, so what is right for this one is right for both.
+        parents = np.tile((np.arange(new_tokens) - 1) // 2, (sequences, 1))
+        tokens = TokenBatch(ids[:, _PROMPT:], valid, parents=parents, notes=notes)
         expected, got = (self.new_cache(sequences) for _ in range(2))
         for cache in (expected, got):
             self.run(TokenBatch(ids[:, :_PROMPT], given), 0, self.n_layers, cache=cache)
@@ -254,7 +256,8 @@ def make_pass(
         packed: Tensor, hidden: Tensor | None, keys: list[Tensor], values: list[Tensor]
     ) -> tuple[Tensor, Any]:
         places = Places(packed)
-        mask = explicit_mask(places, keys[0].shape[2], config, dtype)
+        tree = packed.shape[1] > 1
+        mask = explicit_mask(places, keys[0].shape[2], config, dtype, tree=tree)
         cache = GraphCache(places, lo, keys, values)
         states = call_segment(segment, places, hidden, mask, cache)
         return states, then(states, places.notes)

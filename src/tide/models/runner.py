@@ -40,6 +40,7 @@ class DepthRunner(ABC):
         name: how it reaches the layers: "segments" or "shims".
         model, parts, config: the model, its located parts and its text config.
         position_limit: tokens beyond which its rotary positions change meaning; None if never.
+        takes_trees: whether draft trees may be run: False if the self-check found them to differ.
         counts: layer calls and tokens so far.
         lock: to be held by a thread while it uses the runner, whose counters are shared.
     """
@@ -53,6 +54,7 @@ class DepthRunner(ABC):
         self.parts = locate(model)
         self.config = text_config(model)
         self.n_layers = len(self.parts.layers)
+        self.takes_trees = True
         self.counts = LayerCounts.zeros(self.n_layers)
         self.position_limit = position_limit(self.config)
 

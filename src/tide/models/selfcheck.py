@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +33,9 @@ _HALF_TOLERANCE = 5e-2
 
 def self_check(runner: DepthRunner) -> list[float]:
     """Compare three ranges, with unequal sequences, a rollback and deferred tokens, to the model.
+
+    Also compares a draft tree. A model that gives another output for it runs without trees:
+    `runner.takes_trees`.
 
     Returns:
         The error of each layer's output, relative to its norm.
@@ -73,6 +77,8 @@ def self_check(runner: DepthRunner) -> list[float]:
             "does not know. Please report it; see `families.py` and `scale_logits` in "
             "tide/models."
         )
+    expected_last = expected[0][0][-1][_PROMPTS[0] :]
+    runner.takes_trees = _relative_error(_by_tree(runner, sequences[0]), expected_last) <= tolerance
     return errors
 
 
@@ -115,6 +121,22 @@ def _by_ranges(
     # Every layer has seen these tokens, in one pass or step by step; padding stands behind them.
     states = [torch.cat(outputs, dim=1) for outputs in seen]
     return [[layer[s, : len(rest[s])] for s in range(count)] for layer in states], logits
+
+
+def _by_tree(runner: DepthRunner, sequence: Tensor) -> Tensor:
+    """Last states of what follows the prompt of a sequence, run as a path of a tree and after."""
+    prompt, n = _PROMPTS[0], runner.n_layers
+    root, left, last = sequence[prompt:].cpu()
+    ids = torch.stack([root, last, left, root])[None]  # the second and the last are not in it
+    tree = TokenBatch(ids, parents=np.array([[-1, 0, 0, 2]]))
+    cache = runner.new_cache(1)
+    with runner.uncounted():
+        runner.run(TokenBatch(sequence[None, :prompt]), 0, n, cache=cache)
+        states = runner.run(tree, 0, n, cache=cache)[0]
+        cache.move([(0, prompt + 2, prompt + 1)])
+        cache.rollback([prompt + 2])
+        after = runner.run(TokenBatch(sequence[None, -1:]), 0, n, cache=cache)[0]
+    return torch.stack([states[0], states[2], after[0]])
 
 
 @torch.no_grad()

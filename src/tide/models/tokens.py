@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 NOTES = 5  # whole numbers that are noted of a token
+MOST_NODES = 64  # of a draft tree: its mask is one number of as many bits
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class TokenBatch:
         positions: position of each token in its sequence, `[sequences, new_tokens]`; None for the
             positions after the tokens that have passed. Decides what a token attends to and where
             its KV goes.
+        parents: where drafts are trees, the place in the pass of the token that each token follows,
+            `[sequences, new_tokens]`; -1 for the first, which all others follow. None where each
+            follows the one before it.
         notes: whole numbers for what follows the layers, `[sequences, new_tokens, NOTES]`; None for
             zeros. The first is 1 where something is wanted of a token.
     """
@@ -30,4 +34,5 @@ class TokenBatch:
     ids: Tensor
     valid: Tensor | None = None
     positions: Tensor | None = None
+    parents: np.ndarray | None = None
     notes: np.ndarray | None = None
