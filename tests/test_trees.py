@@ -62,7 +62,7 @@ def test_every_node_gets_what_it_gets_at_the_end_of_its_path(family: str, attent
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, VOCABULARY, n).tolist() for n in PROMPTS]
     nodes = [draw.integers(3, VOCABULARY, len(tree)).tolist() for tree in TREES]
-    states, cache = run_trees(runner, prompts, nodes, TREES)
+    states, _ = run_trees(runner, prompts, nodes, TREES)
     for i, tree in enumerate(TREES):
         for node in range(-1, len(tree)):
             ids = torch.tensor(prompts[i] + [nodes[i][n] for n in path(tree, node)])

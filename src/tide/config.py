@@ -12,7 +12,8 @@ from tide.errors import ConfigError
 MODES = ("lossless", "exit", "off")
 EXIT_STRATEGIES = ("affine", "identity")
 KV_CACHE_STRATEGIES = ("deferred", "propagate", "zero_pad")
-DRAFT_SOURCES = ("context", "table", "exit")
+MOST_NODES = 64  # of a draft tree: its mask is one number of as many bits
+DRAFT_SOURCES = ("context", "table", "exit", "recycled")
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,13 @@ class TIDEConfig:
             compacted (`prefill_exit`).
         mode: "exit", "lossless" or "off".
         max_pending: most tokens of a sequence that may wait for a deep pass.
-        drafts: draft sources: "context" (n-grams of the sequence itself), "table" (of the artifact)
-            and "exit" (the exit heads, where no other source has a draft).
-        max_draft: most tokens that are drafted at once.
+        drafts: draft sources: "context" (n-grams of the sequence itself), "table" (of the
+            artifact), "exit" (the exit heads, where no other source has a draft) and "recycled" (in
+            trees, what full depth lately predicted after the same tokens).
+        max_draft: most tokens that are drafted one after the other.
+        max_tree: most nodes of a draft tree, in mode "lossless"; 0 to draft chains only.
+        share_recycled: let all sequences and calls of an engine draft from the same recycled
+            predictions. False if users must not learn of each other by how fast they are served.
         prefill_exit: let prompt tokens exit too.
         audit_tail: when a sequence ends, run a last deep pass so that every exited token was
             audited.
@@ -62,6 +67,8 @@ class TIDEConfig:
     max_pending: int = 16
     drafts: tuple[str, ...] = DRAFT_SOURCES
     max_draft: int = 10
+    max_tree: int = 0
+    share_recycled: bool = True
     prefill_exit: bool = False
     audit_tail: bool = False
 
@@ -81,6 +88,8 @@ class TIDEConfig:
         for name in ("min_layers", "max_draft"):
             value = getattr(self, name)
             _check(isinstance(value, int) and value >= 0, name, value, "a whole number from 0")
+        nodes = self.max_tree
+        _check(nodes in range(MOST_NODES + 1), "max_tree", nodes, f"between 0 and {MOST_NODES}")
         for name, allowed in (
             ("mode", MODES),
             ("exit_strategy", EXIT_STRATEGIES),

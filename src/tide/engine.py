@@ -110,7 +110,7 @@ class TIDE:
             self.circuit_breaker = CircuitBreaker(DriftMonitor(found.risk, delta), on_drift)
         self.threshold_scale = 1.0 if threshold_scale is None else threshold_scale
         exits = make_exits(self.runner, self.artifact, self.config, self.threshold_scale, policy)
-        self.drafter = Drafter(self.config.max_draft)
+        self.drafter = Drafter(self.config.max_draft, self.config.max_tree)
         self._machinery = Machinery(self.runner, exits, self.config, self.drafter)
         self.costs = self._machinery.costs
         self.last_stats = ExitStats(self.runner.n_layers)

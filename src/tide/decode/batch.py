@@ -5,13 +5,15 @@ Everything that changes one of them is here, so that nothing else has to know of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from tide.decode.pack import pack_states
 from tide.decode.pending import PendingStates
 from tide.decode.sequence import SequenceState
+from tide.decode.tree import DraftTree
 from tide.decode.waterlines import Waterlines
 from tide.models.cache import WaterlineCache
 
@@ -121,6 +123,33 @@ class BatchState:
         for token in tokens:
             sequence.append(token)
 
+    def draft_tree(self, i: int, tree: DraftTree) -> None:
+        """Add the nodes of a tree to a sequence, as drafts that are not yet a text."""
+        sequence = self.sequences[i]
+        sequence.tree, sequence.draft_type = tree, tree.draft_type
+        sequence.drafted = len(tree.tokens)
+        sequence.tokens += tree.tokens
+
+    def keep_paths(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Let one path of a sequence's tree be all of its drafts, one after the other.
+
+        Args:
+            paths: by sequence, nodes that have reached full depth.
+        """
+        moves = []
+        for i, path in paths.items():
+            sequence = self.sequences[i]
+            start, length = sequence.committed, sequence.committed + len(path)
+            moves += [(i, start + node, start + k) for k, node in enumerate(path) if node != k]
+            kept = [sequence.tokens[start + node] for node in path]
+            sequence.tokens[start:length] = kept
+            if kept:
+                place = sequence.padding + start
+                sequence.context[place : place + len(kept)] = torch.tensor(kept)
+            self.rollback(i, length)
+        if moves:
+            self.cache.move(moves)
+
     def commit(self, i: int, token: int) -> str | None:
         """Make `token` the next committed token of a sequence.
 
@@ -160,6 +189,7 @@ class BatchState:
             if sequence.draft_type and not sequence.open_drafts:
                 ended.append((sequence.draft_type, sequence.drafted, sequence.accepted))
                 sequence.draft_type, sequence.drafted, sequence.accepted = None, 0, 0
+                sequence.tree = None
         return ended
 
     def keep_unfinished(self) -> None:

@@ -7,10 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 
 from tide.decode.batch import BatchState
+from tide.decode.growth import NodeRates, TreeSource
 from tide.decode.sources import Draft, DraftSource
+from tide.decode.tree import DraftTree
 
+# Drafted tokens that are considered: all of a chain, and some sizes of trees, so that the cost of
+# each is known.
+SIZES = (*range(1, 13), 16, 24, 32, 48, 64)
 RETRY = 24  # steps between tries of what does not pay at present
 _SHORT = 8  # contexts of up to 2 ** 8 tokens cost about the same
 
@@ -170,41 +176,55 @@ class Drafter:
     without any, whose cost is what all others are measured against.
 
     Attributes:
-        limit: most tokens drafted at once.
+        limit: most tokens drafted one after the other.
+        nodes: most nodes of a draft tree.
         fixed: always draft that many, whether it pays or not: for tests and experiments.
         accepted: how often drafts were accepted.
+        rates: how often nodes of trees were accepted.
         costs: what steps have cost.
         exit_drafts: whether drafts by exit heads pay.
     """
 
     limit: int
+    nodes: int = 0
     fixed: bool = False
     accepted: Acceptance = field(default_factory=Acceptance)
+    rates: NodeRates = field(default_factory=NodeRates)
     costs: PassCosts = field(default_factory=PassCosts)
     exit_drafts: OnlineComparison = field(default_factory=OnlineComparison)
     _since_try: dict[str, int] = field(default_factory=dict)  # by draft type
     _since_undrafted: int = 0
 
-    def propose(self, batch: BatchState, sources: Mapping[int, Sequence[DraftSource]]) -> None:
+    def propose(
+        self, batch: BatchState, sources: Mapping[int, Sequence[DraftSource] | TreeSource]
+    ) -> None:
         """Let draft sources draft for every sequence that has no open drafts.
 
         Args:
             sources: by index of a sequence.
         """
-        drafts: dict[int, Draft] = {}
+        drafts: dict[int, Draft | DraftTree] = {}
         for i, sequence in enumerate(batch.sequences):
             if sequence.open_drafts or not (some := sources[sequence.index]):
                 continue
-            room = min(batch.pending_room(i), sequence.room - 1, self.limit)
-            if room >= 1 and (draft := self.accepted.best(some, sequence.tokens, room)):
-                drafts[i] = draft
-        if drafts:
-            lengths = self.lengths(batch, drafts)
-            for i, length in lengths.items():
-                if length:
-                    batch.draft(i, drafts[i].tokens[:length], drafts[i].draft_type)
+            room = min(sequence.room - 1, self.limit)
+            found: Draft | DraftTree | None = None
+            if isinstance(some, TreeSource):  # reaches full depth in this step, so nothing waits
+                found = some.grow(sequence.tokens, self.nodes, room)
+            elif (room := min(batch.pending_room(i), room)) >= 1:
+                found = self.accepted.best(some, sequence.tokens, room)
+            if found is not None and found.tokens:
+                drafts[i] = found
+        if not drafts:
+            return
+        for i, length in self.lengths(batch, drafts).items():
+            draft = drafts[i]
+            if length and isinstance(draft, DraftTree):
+                batch.draft_tree(i, draft.first(length))
+            elif length:
+                batch.draft(i, draft.tokens[:length], draft.draft_type)
 
-    def lengths(self, batch: BatchState, drafts: Mapping[int, Draft]) -> dict[int, int]:
+    def lengths(self, batch: BatchState, drafts: Mapping[int, Draft | DraftTree]) -> dict[int, int]:
         """How many tokens of each draft to take in this step."""
         if self.fixed:
             return {i: len(draft.tokens) for i, draft in drafts.items()}
@@ -221,24 +241,29 @@ class Drafter:
         return self._tries(drafts)
 
     def _best_length(
-        self, costs: Mapping[int, float], sequences: int, drafts: Sequence[Draft]
+        self, costs: Mapping[int, float], sequences: int, drafts: Sequence[Draft | DraftTree]
     ) -> int:
         """The length that makes tokens come out fastest; sequences share a pass, so it is one."""
         longest = max(len(draft.tokens) for draft in drafts)
         expected = [float(sequences)] + [0.0] * longest
         for draft in drafts:
-            reach = self.accepted.reach(draft.draft_type, len(draft.tokens))
-            for length, chance in enumerate(reach, 1):
+            for length, chance in enumerate(self._chances(draft), 1):
                 expected[length] += chance
-        best, best_rate, tokens = 0, sequences / pass_cost(costs, 1), float(sequences)
-        for length in range(1, longest + 1):
-            tokens += expected[length]
-            rate = tokens / pass_cost(costs, 1 + length)
+        best, best_rate = 0, sequences / pass_cost(costs, 1)
+        tokens = list(accumulate(expected))
+        for length in takewhile(longest.__ge__, SIZES):
+            rate = tokens[length] / pass_cost(costs, 1 + length)
             if rate > best_rate:
                 best, best_rate = length, rate
         return best
 
-    def _tries(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
+    def _chances(self, draft: Draft | DraftTree) -> Iterable[float]:
+        """The chance of each token of a draft that it is accepted with all that it follows."""
+        if isinstance(draft, DraftTree):
+            return draft.chances
+        return self.accepted.reach(draft.draft_type, len(draft.tokens))
+
+    def _tries(self, drafts: Mapping[int, Draft | DraftTree]) -> dict[int, int]:
         """Now and then, one token of a type that does not pay at present."""
         types = {draft.draft_type for draft in drafts.values()}
         due = set()

@@ -103,10 +103,10 @@ class ExitStage:
     def _sample(self, at: Sequence[At], logits: torch.Tensor) -> list[int]:
         """Tokens drawn from exit heads; -1 where processors have ruled out all that one reads."""
         scores = self.sampler.scores(at, self.exits.readout.scatter_to_vocab(logits))
-        barred = scores.isneginf().all(-1)
+        barred, picked = scores.isneginf().all(-1), self.sampler.pick(at, scores)
         return [
             -1 if none else token
-            for none, token in zip(to_host(barred), self.sampler.pick(at, scores), strict=True)
+            for none, token in to_host(torch.stack([barred.long(), picked], 1))
         ]
 
     def _predict(self, sequence: SequenceState, position: int) -> NGramPrediction:

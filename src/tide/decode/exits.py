@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tide.config import TIDEConfig
 from tide.decode.exit_stage import Exits
+from tide.decode.recycled import SuccessorHead
 from tide.errors import ArtifactError, ConfigError
 from tide.exits.artifact import Artifact, Checkpoint
 from tide.exits.gate import ExitGate, OpenGate
@@ -71,7 +72,9 @@ def make_exits(
         gates = [OpenGate(c.head, readout) for c in checkpoints]
     for checkpoint in checkpoints:
         checkpoint.to(runner.input_device, runner.model.dtype)
-    target_head = TargetHead(Readout(parts.norm, parts.head, runner.config))
+    recycles = config.mode == "lossless" and config.max_tree and "recycled" in config.drafts
+    make_head = SuccessorHead if recycles and runner.takes_trees else TargetHead
+    target_head = make_head(Readout(parts.norm, parts.head, runner.config))
     script = None if policy is None else policy.script
     return Exits(checkpoints, gates, readout, target_head, script, table)
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from tide.decode.batch import BatchState
 from tide.decode.exit_stage import ExitStage
 from tide.decode.fill import fill_above
+from tide.decode.growth import TreeSource
 from tide.decode.machinery import Listener, Machinery
 from tide.decode.modes import Mode
 from tide.decode.prefill import prefill_prompts
@@ -42,7 +43,7 @@ class DecodeLoop:
         batch: BatchState,
         mode: Mode,
         verifier: Verifier,
-        sources: Mapping[int, Sequence[DraftSource]],
+        sources: Mapping[int, Sequence[DraftSource] | TreeSource],
         listener: Listener,
     ) -> None:
         self.runner, self.config = machinery.runner, machinery.config
@@ -98,6 +99,9 @@ class DecodeLoop:
 
     def end_step(self) -> None:
         """Learn from drafts that are decided, stream, and drop finished sequences."""
+        for sequence in self.batch.sequences:
+            if sequence.tree is not None:
+                self.drafter.rates.record(sequence.tree)
         for draft_type, drafted, accepted in self.batch.end_drafts():
             self.stats.count_drafts(draft_type, drafted, accepted)
             self.drafter.accepted.record(draft_type, drafted, accepted)

@@ -10,8 +10,9 @@ from itertools import chain
 from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
 from tide.decode.exit_stage import Exits
+from tide.decode.recycled import RecycledPredictions
 from tide.decode.sequence import SequenceState
-from tide.models.costs import measure_passes
+from tide.models.costs import LENGTHS, measure_passes
 from tide.models.runner import DepthRunner
 from tide.progress import bars
 
@@ -25,6 +26,7 @@ class Machinery:
         exits: of the model; none in mode "off".
         config: settings.
         drafter: remembers between calls.
+        recycled: what full depth predicted lately, where calls share it.
         costs: by sequences of a batch, what passes cost here; see `measure_passes`.
     """
 
@@ -32,6 +34,7 @@ class Machinery:
     exits: Exits
     config: TIDEConfig
     drafter: Drafter
+    recycled: RecycledPredictions = field(default_factory=RecycledPredictions)
     costs: dict[int, dict[int, list[float]]] = field(default_factory=dict)
 
     def prepare(self, sequences: int) -> None:
@@ -51,10 +54,21 @@ class Machinery:
             # A pass that verifies drafts evaluates no gate.
             gates = [self.config.mode == "exit"] * (len(stages) - 1)
             measured = self.costs[sequences] = measure_passes(
-                self.runner, stages, sequences, wanted=[*gates, True]
+                self.runner, stages, sequences, wanted=[*gates, True], lengths=self._lengths()
             )
             whole = {length: sum(seconds) for length, seconds in measured.items()}
             self.drafter.costs.start(sequences, whole)
+
+    @property
+    def trees(self) -> bool:
+        """Whether drafts are trees: where only full depth commits, if the model takes them."""
+        wanted = self.config.mode == "lossless" and self.config.max_tree > 0
+        return wanted and self.runner.takes_trees
+
+    def _lengths(self) -> Sequence[int]:
+        """New tokens for which passes are timed: up to a tree and the token before it."""
+        nodes = self.config.max_tree if self.trees else 0
+        return [*LENGTHS, *(1 + n for n in (16, 32, 64) if n <= nodes)]
 
     def at_full_depth(self, mode: str = "lossless") -> Machinery:
         """Nothing is committed before full depth: "lossless" may still draft, "off" does not."""

@@ -33,7 +33,27 @@ def pack_tokens(
         ids.append(padding + tokens if left else tokens + padding)
         valid.append([False] * missing + here if left else here + [False] * missing)
     ragged = any(len(span) != longest for span in spans)
-    return TokenBatch(torch.tensor(ids), torch.tensor(valid) if ragged else None, notes=notes)
+    return TokenBatch(
+        torch.tensor(ids),
+        torch.tensor(valid) if ragged else None,
+        parents=_parents(sequences, spans, longest),
+        notes=notes,
+    )
+
+
+def _parents(
+    sequences: Sequence[SequenceState], spans: Sequence[range], longest: int
+) -> np.ndarray | None:
+    """Place in its span of the token that each follows; None without trees."""
+    if not any(sequence.tree is not None for sequence in sequences):
+        return None
+    parents = np.tile(np.arange(longest) - 1, (len(spans), 1))
+    for i, (sequence, span) in enumerate(zip(sequences, spans, strict=True)):
+        if sequence.tree is not None and span:
+            # A tree never waits: all of it is in the pass, after the newest committed token.
+            assert span == range(sequence.committed - 1, len(sequence.tokens))
+            parents[i, 1 : len(span)] = np.array(sequence.tree.parents) + 1
+    return parents
 
 
 def pack_states(states: Sequence[Tensor | None]) -> Tensor:

@@ -18,7 +18,6 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import EosTokenCriteria, StopStringCriteria
 
-from tide.decode.host import to_host
 from tide.decode.noise import PlacedNoise
 from tide.decode.sequence import SequenceState
 
@@ -53,6 +52,12 @@ def stateful(processors: Sequence[Any]) -> list[str]:
         for processor in processors
         if type(processor) not in _STATELESS and not getattr(processor, "tide_stateless", False)
     ]
+
+
+def _place(sequence: SequenceState, position: int) -> int:
+    """Where the token after a position stands in its context: after a node, by its depth."""
+    depth = len(sequence.path_to(position))
+    return sequence.padding + (sequence.committed + depth if depth else position + 1)
 
 
 class Sampler:
@@ -94,7 +99,7 @@ class Sampler:
         out = torch.empty_like(logits)
         by_length: dict[int, list[int]] = {}
         for k, (sequence, position) in enumerate(at):
-            by_length.setdefault(sequence.padding + position + 1, []).append(k)
+            by_length.setdefault(_place(sequence, position), []).append(k)
         for length, here in sorted(by_length.items()):
             lines = [at[k][0].index for k in here]
             if self.ordered:
@@ -104,16 +109,21 @@ class Sampler:
                 out[here] = self.processors(self.contexts[:, :length], whole)[lines]
             else:
                 every = lines == list(range(len(self.contexts)))
-                contexts = self.contexts if every else self.contexts[lines]
-                out[here] = self.processors(contexts[:, :length], logits[here])
+                contexts = (self.contexts if every else self.contexts[lines])[:, :length]
+                paths = [at[k][0].path_to(at[k][1]) for k in here]
+                if any(paths):  # what a tree drafts is no text yet
+                    contexts = contexts.clone()
+                    for line, path in enumerate(paths):
+                        contexts[line, length - len(path) :] = contexts.new_tensor(path)
+                out[here] = self.processors(contexts, logits[here])
         return out
 
-    def pick(self, at: Sequence[At], scores: Tensor) -> list[int]:
-        """The token after each position, from its processed scores, `[n, vocabulary]`."""
+    def pick(self, at: Sequence[At], scores: Tensor) -> Tensor:
+        """The token after each position, `[n]`, from its processed scores, `[n, vocabulary]`."""
         if self.sample:
-            places = [(s.index, s.padding + position + 1) for s, position in at]
+            places = [(s.index, _place(s, position)) for s, position in at]
             scores = scores.float().softmax(-1) / self._noise.at(places, scores)
-        return to_host(scores.argmax(-1))
+        return scores.argmax(-1)
 
     def ends(self, sequence: SequenceState) -> bool:
         """Whether a sequence ends with its last committed token."""

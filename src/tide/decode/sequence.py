@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from tide.decode.tree import DraftTree
 from tide.exits.ngrams import NGramIndex
 
 
@@ -41,6 +42,8 @@ class SequenceState:
         exits: how tokens exited, by position; a draft's record counts if the draft is accepted.
         pending_audit: the exit head's prediction at a position, until full depth has made its own.
         differed: how often that was another token.
+        tree: what the open drafts are, if they are a tree; then they are its nodes. It stays
+            until the end of the step.
         finished: no more tokens.
         ngrams: where its n-grams occurred.
     """
@@ -57,6 +60,7 @@ class SequenceState:
     exits: dict[int, ExitRecord] = field(default_factory=dict)
     pending_audit: dict[int, int] = field(default_factory=dict)
     differed: int = 0
+    tree: DraftTree | None = None
     finished: bool = False
     ngrams: NGramIndex = field(default_factory=NGramIndex)
 
@@ -79,6 +83,20 @@ class SequenceState:
     def loss(self) -> float:
         """Share of its new tokens that differ from full depth, where that was computed."""
         return self.differed / (self.committed - self.prompt)
+
+    def path_to(self, position: int) -> list[int]:
+        """Tokens of a tree's path to the node at a position; none if there is none."""
+        if self.tree is None or position < self.committed:
+            return []
+        nodes = self.tree.path_to(position - self.committed)
+        return [self.tree.tokens[node] for node in nodes]
+
+    def before(self, position: int) -> int:
+        """The token that the one at a position follows; -1 if there is none."""
+        at = position - 1
+        if self.tree is not None and position >= self.committed:
+            at = self.committed + self.tree.parents[position - self.committed]
+        return self.tokens[at] if at >= 0 else -1
 
     def append(self, token: int) -> None:
         """Add a token."""

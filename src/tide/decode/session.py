@@ -13,10 +13,13 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from tide.decode.batch import BatchState
+from tide.decode.growth import TreeSource
 from tide.decode.loop import DecodeLoop
 from tide.decode.machinery import Listener, Machinery
+from tide.decode.matches import ContextMatches
 from tide.decode.modes import Exit, Lossless, Mode, Off
 from tide.decode.output import Output, sequences_of
+from tide.decode.recycled import RecycledPredictions, SuccessorHead
 from tide.decode.sampler import Sampler, stateful
 from tide.decode.sequence import SequenceState
 from tide.decode.sources import DraftSource, draft_sources
@@ -84,9 +87,10 @@ class DecodeSession:
         batch = BatchState(
             self.sequences,
             machinery.exits.segments(runner.n_layers),
-            runner.new_cache(len(ids), options.max_length),
+            runner.new_cache(len(ids), options.max_length + config.max_tree),
             config.max_pending,
         )
+        recycled = _recycled(machinery, self.sequences)
         self._loop = DecodeLoop(
             machinery,
             batch,
@@ -97,8 +101,9 @@ class DecodeSession:
                 self.sampler,
                 stats,
                 audits=config.kv_cache_strategy == "deferred",
+                recycled=recycled,
             ),
-            _sources(machinery, self.sequences),
+            _sources(machinery, self.sequences, recycled),
             Listener(self._output.stream, on_finished),
         )
 
@@ -158,9 +163,21 @@ def _mode(machinery: Machinery) -> Mode:
     return Off()
 
 
-def _sources(
+def _recycled(
     machinery: Machinery, sequences: Sequence[SequenceState]
-) -> Mapping[int, Sequence[DraftSource]]:
+) -> Mapping[int, RecycledPredictions] | None:
+    """Recycled predictions by index of a sequence; None where nothing is recycled."""
+    if not isinstance(machinery.exits.target_head, SuccessorHead) or not machinery.trees:
+        return None
+    share = machinery.config.share_recycled
+    return {s.index: machinery.recycled if share else RecycledPredictions() for s in sequences}
+
+
+def _sources(
+    machinery: Machinery,
+    sequences: Sequence[SequenceState],
+    recycled: Mapping[int, RecycledPredictions] | None,
+) -> Mapping[int, Sequence[DraftSource] | TreeSource]:
     """Draft sources by index of a sequence.
 
     None where tokens exit for good: a token on top of a draft could not, before it is known whether
@@ -171,6 +188,17 @@ def _sources(
         return {sequence.index: () for sequence in sequences}
     table = machinery.exits.table if "table" in config.drafts else None
     context = "context" in config.drafts
+    if machinery.trees:
+        rates = machinery.drafter.rates
+        return {
+            s.index: TreeSource(
+                rates,
+                ContextMatches() if context else None,
+                table,
+                recycled[s.index] if recycled else None,
+            )
+            for s in sequences
+        }
     return {
         sequence.index: draft_sources(table, context=context, index=sequence.ngrams)
         for sequence in sequences

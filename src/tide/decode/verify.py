@@ -10,9 +10,11 @@ from torch import Tensor
 
 from tide.decode.batch import BatchState
 from tide.decode.host import to_host
+from tide.decode.recycled import SUCCESSORS, RecycledPredictions
 from tide.decode.sampler import Sampler
 from tide.decode.schedule import Pass, run_pass
 from tide.exits.heads import TargetHead
+from tide.kernels.reference import successors_of
 from tide.models.runner import DepthRunner
 from tide.stats import ExitStats, TokenRecord
 
@@ -26,6 +28,8 @@ class Verifier:
         sampler: from logits to tokens.
         stats: counters to fill.
         audits: whether exited tokens reach full depth later, to be audited there.
+        recycled: by index of a sequence, what learns the predictions that are made; None for
+            nothing.
     """
 
     def __init__(
@@ -36,9 +40,10 @@ class Verifier:
         stats: ExitStats,
         *,
         audits: bool,
+        recycled: Mapping[int, RecycledPredictions] | None = None,
     ) -> None:
         self.runner, self.sampler, self.stats, self.audits = runner, sampler, stats, audits
-        self.target_head = target_head
+        self.target_head, self._recycled = target_head, recycled
 
     def run(self, batch: BatchState, work: Pass) -> None:
         """Run a pass to full depth, and verify what has reached it."""
@@ -51,8 +56,8 @@ class Verifier:
         for i, _, k in wanted:
             notes[i, k, 0] = 1
         _, packed = run_pass(self.runner, batch, work, self.target_head, notes)
-        tokens = to_host(packed)
-        self._commit_and_audit(batch, wanted, [tokens[i][k] for i, _, k in wanted])
+        predicted = to_host(packed if packed.dim() == 3 else packed[..., None])
+        self._commit_and_audit(batch, wanted, [predicted[i][k] for i, _, k in wanted])
 
     def verify(self, batch: BatchState, spans: Sequence[range], states: Tensor) -> None:
         """Verify tokens that have reached full depth.
@@ -79,19 +84,53 @@ class Verifier:
         if wanted:
             picked = torch.stack([states[i, k] for i, _, k in wanted])
             at = [(batch.sequences[i], position) for i, position, _ in wanted]
-            tokens = self.sampler.pick(at, self.sampler.scores(at, self.runner.logits(picked)))
-            self._commit_and_audit(batch, wanted, tokens)
+            logits = self.runner.logits(picked)
+            predicted = self.sampler.pick(at, self.sampler.scores(at, logits))[:, None]
+            if self._recycled is not None:
+                successors = successors_of(logits, SUCCESSORS)[:, 1:]
+                predicted = torch.cat([predicted, successors.to(predicted.device)], 1)
+            self._commit_and_audit(batch, wanted, to_host(predicted))
 
     def _commit_and_audit(
-        self, batch: BatchState, wanted: Sequence[tuple[int, int, int]], tokens: Sequence[int]
+        self,
+        batch: BatchState,
+        wanted: Sequence[tuple[int, int, int]],
+        predicted: Sequence[Sequence[int]],
     ) -> None:
-        """Commit open tokens with full depth's predictions, and audit tokens that had exited."""
+        """Commit open tokens with full depth's predictions, and audit tokens that had exited.
+
+        Args:
+            wanted: from `_wanted`.
+            predicted: the token after each, and then its likeliest successors, if they are known.
+        """
         targets: list[dict[int, int]] = [{} for _ in batch.sequences]
-        for (i, position, _), token in zip(wanted, tokens, strict=True):
+        for (i, position, _), (token, *_) in zip(wanted, predicted, strict=True):
             targets[i][position] = token
+        if self._recycled is not None:
+            # The likeliest nodes come first in a tree, and the last to be learned counts.
+            for (i, position, _), (_, *successors) in zip(
+                reversed(wanted), reversed(predicted), strict=True
+            ):
+                sequence = batch.sequences[i]
+                before, token = sequence.before(position), sequence.tokens[position]
+                self._recycled[sequence.index].learn(before, token, successors)
+        self._keep_paths(batch, targets)
         for i, of_sequence in enumerate(targets):
             self.commit(batch, i, of_sequence)
             self._audit(batch, i, of_sequence)
+
+    def _keep_paths(self, batch: BatchState, targets: list[dict[int, int]]) -> None:
+        """Make a chain of what is accepted of each tree, and `targets` those of the chain."""
+        paths = {}
+        for i, sequence in enumerate(batch.sequences):
+            if (tree := sequence.tree) is not None and targets[i]:
+                root = sequence.committed - 1
+                after = [targets[i][root + k] for k in range(1 + len(tree.tokens))]
+                tree.decide(after)
+                chain = [after[0], *(after[1 + node] for node in tree.path)]
+                targets[i] = dict(enumerate(chain, root))
+                paths[i] = tree.path
+        batch.keep_paths(paths)
 
     def commit(self, batch: BatchState, i: int, targets: Mapping[int, int]) -> None:
         """Commit tokens of a sequence in order, up to the first that nothing final is known of.

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tide.config import MOST_NODES
 from tide.errors import RangeError
-from tide.models.tokens import MOST_NODES, NOTES, TokenBatch
+from tide.models.tokens import NOTES, TokenBatch
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
+from tide.config import MOST_NODES
 from tide.errors import SelfCheckError
 from tide.models.cache import WaterlineCache
 from tide.models.chunk import Chunk, Places
@@ -28,9 +29,10 @@ from tide.models.masks import explicit_mask
 from tide.models.runner import Stage, Then
 from tide.models.segments import SegmentRunner, call_segment
 from tide.models.selfcheck import require_equal
-from tide.models.tokens import MOST_NODES, NOTES, TokenBatch
+from tide.models.tokens import NOTES, TokenBatch
 
-LONGEST = 1 + MOST_NODES  # new tokens of a sequence in a compiled pass; longer ones, as prompts are, are not
+# New tokens of a sequence in a compiled pass; longer ones, as prompts are, are not compiled.
+LONGEST = 1 + MOST_NODES
 _SEVERAL = 3, 5  # sequences and tokens with which "several" is compiled; any others will do
 _PROMPT = 7  # tokens of the prompts on which graphs are proven
 
@@ -228,8 +230,10 @@ def _require_result(model: Any, got: Tensor, expected: Tensor, valid: Tensor) ->
 
     Rounding may decide between tokens that are as likely, so a few may differ.
     """
-    if got.dim() == 3:  # a gate's: token ids where tokens exit, else 0
+    if got.is_floating_point():  # a gate's: token ids where tokens exit, else 0
         got, expected = (packed[..., 0] * packed[..., 1] for packed in (got, expected))
+    elif got.dim() == 3:  # the likeliest token, and then some more
+        got, expected = got[..., 0], expected[..., 0]
     differ = int((got != expected).cpu()[valid].sum())
     if differ > 1 + valid.sum() // 4:
         raise SelfCheckError(

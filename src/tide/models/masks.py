@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tide.config import MOST_NODES
 from tide.models.chunk import Chunk, Places
-from tide.models.tokens import MOST_NODES
 
 
 def layer_types(config: Any) -> tuple[str, ...]:

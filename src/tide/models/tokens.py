@@ -8,7 +8,6 @@ import numpy as np
 from torch import Tensor
 
 NOTES = 5  # whole numbers that are noted of a token
-MOST_NODES = 64  # of a draft tree: its mask is one number of as many bits
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,137 @@
+"""Tokens per pass of draft trees, by size and category, and the host's time to grow them.
+
+    TIDE_DATA=... python bench/trees.py $(python scripts/weights.py) --out bench/results/trees.json
+
+Counts passes of the model after the prompt's, for HF generate, transformers' prompt lookup, chains
+and trees of each size, each always drafted as large as allowed. What pays on a device is another
+question, which the costs of its passes decide; counts do not depend on it. With `--artifact`, its
+table drafts too, in methods of their own. Every engine keeps what it has learned from prompt to
+prompt.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import chat, parser, report, spec_bench
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tide.config import TIDEConfig
+from tide.engine import TIDE
+from tide.exits.artifact import Artifact
+from tide.models.locate import locate
+
+
+class Timed:
+    """Notes how long each call of a function takes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds = function, list[float]()
+
+    def __call__(self, *args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return self.function(*args)
+        finally:
+            self.seconds.append(time.perf_counter() - began)
+
+
+def make_engine(
+    model: Any, artifact: Artifact | None, nodes: int, recycled: bool
+) -> tuple[TIDE, Timed]:
+    """An engine that always drafts all it may, and the time that its drafter takes."""
+    drafts = [
+        "context", *(["table"] if artifact else []), *(["recycled"] if recycled else [])
+    ]  # fmt: skip
+    engine = TIDE(
+        model, artifact, TIDEConfig(mode="lossless", drafts=tuple(drafts), max_tree=nodes)
+    )
+    engine.drafter.fixed = True
+    timed = Timed(engine.drafter.propose)
+    engine.drafter.propose = timed  # type: ignore[method-assign]
+    return engine, timed
+
+
+def tokens_per_pass(counts: list[tuple[str, int, int]]) -> dict[str, Any]:
+    """Tokens per pass of all prompts, and of each category."""
+
+    def ratio(some: list[tuple[str, int, int]]) -> float:
+        return round(sum(tokens for _, tokens, _ in some) / sum(p for *_, p in some), 3)
+
+    categories = dict.fromkeys(category for category, *_ in counts)
+    by = {name: ratio([count for count in counts if count[0] == name]) for name in categories}
+    return {"tokens_per_pass": ratio(counts), "by_category": by}
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("--dtype", default="float32")
+    options.add_argument("--prompts", type=int, default=80)
+    options.add_argument("--new", type=int, default=128)
+    options.add_argument("--sizes", type=int, nargs="*", default=[8, 16, 32, 64])
+    options.add_argument("--artifact", type=Path, help="an artifact whose table is used as well")
+    args = options.parse_args()
+    torch.set_num_threads(args.threads)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    greedy = {"max_new_tokens": args.new, "do_sample": False}
+    methods: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
+        "HF generate": lambda batch: model.generate(**batch, **greedy),
+        "prompt lookup": lambda batch: model.generate(
+            **batch, **greedy, prompt_lookup_num_tokens=10
+        ),
+    }
+    timers: dict[str, Timed] = {}
+    for made in [None, *([Artifact.load(args.artifact)] if args.artifact else [])]:
+        for nodes in [0, *args.sizes]:
+            name = f"tree, {nodes} nodes" if nodes else "chain"
+            name += " + table" if made else ""
+            engine, timers[name] = make_engine(model, made, nodes, recycled=True)
+            methods[name] = lambda batch, e=engine: e.generate(**batch, **greedy)  # type: ignore[misc]
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    locate(model).layers[0].register_forward_hook(count)
+    counts: dict[str, list[tuple[str, int, int]]] = {name: [] for name in methods}
+    seconds, exact = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0)
+    questions = spec_bench(args.prompts)
+    for question in track(questions, description="Prompts"):
+        prompt = chat(tokenizer, [question["text"]])
+        given, expected = prompt["input_ids"].shape[1], None
+        for name, method in methods.items():
+            passes, began = 0, time.perf_counter()
+            out = method(prompt)
+            seconds[name] += time.perf_counter() - began
+            # The prompt's pass gives the first token.
+            new = out.shape[1] - given - 1
+            counts[name].append((question["category"], new, passes - 1))
+            expected = out if expected is None else expected
+            exact[name] += torch.equal(out, expected)
+    rows = []
+    for name, of_method in counts.items():
+        row = {"method": name, **tokens_per_pass(of_method)}
+        row["exact_match_outputs"] = f"{exact[name]} of {len(questions)}"
+        if name in timers:
+            of_host = timers[name].seconds
+            row["host_ms_per_step"] = round(1e3 * statistics.median(of_host), 3)
+            row["host_share"] = round(sum(of_host) / seconds[name], 4)
+        rows.append(row)
+        print(row)
+    report(
+        "tokens per pass of chains and draft trees on Spec-Bench prompts at batch 1",
+        args, {"methods": rows}, dtype=args.dtype, prompts=args.prompts, new_tokens=args.new,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A draft tree: tokens that may follow, several of them after the same one. Knows no model.
+
+A tree is checked in one pass: each node attends to the text and to the nodes that it follows
+(Miao et al., "SpecInfer", 2023). A chain is a tree in which each node follows the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# What stands behind a node: tokens of a match in the text, fifths of the table's chance, rank among
+# recycled predictions after two tokens and after one; each 0 for nothing.
+Origin = tuple[int, int, int, int]
+
+
+@dataclass
+class DraftTree:
+    """Nodes, each after the one that it follows.
+
+    Attributes:
+        tokens: of the nodes.
+        parents: which node each follows; -1 for the newest token of the text.
+        origins: what stands behind each, by which its acceptance is counted.
+        chances: that each is accepted, and with it all that it follows.
+        path: the nodes that were accepted, in order, once that is decided.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    origins: list[Origin] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    draft_type = "tree"
+
+    def first(self, nodes: int) -> DraftTree:
+        """The tree of the first nodes."""
+        kept = (self.tokens, self.parents, self.origins, self.chances)
+        return DraftTree(*(values[:nodes] for values in kept))
+
+    def path_to(self, node: int) -> list[int]:
+        """The nodes from the text to `node`; none for -1."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def decide(self, targets: Sequence[int]) -> None:
+        """Find the path that full depth accepts.
+
+        Args:
+            targets: what full depth predicts after the text, then after each node.
+        """
+        following = dict(
+            zip(zip(self.parents, self.tokens, strict=True), range(len(self.tokens)), strict=True)
+        )
+        self.path, node = [], -1
+        while (found := following.get((node, targets[1 + node]))) is not None:
+            self.path.append(found)
+            node = found
