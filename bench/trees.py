@@ -36,6 +36,7 @@ class Timed:
         self.function, self.seconds = function, list[float]()
 
     def __call__(self, *args: Any) -> Any:
+        """Call the function."""
         began = time.perf_counter()
         try:
             return self.function(*args)

@@ -53,8 +53,10 @@ def run_trees(
     return hidden, cache
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [*((family, "sdpa") for family in FAMILIES), ("llama", "eager"), ("gemma3_text", "eager")],
+)
 def test_every_node_gets_what_it_gets_at_the_end_of_its_path(family: str, attention: str) -> None:
     model = tiny_model(family, attention=attention)
     runner = attach(model)

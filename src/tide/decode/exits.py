@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,10 @@ from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
 from tide.models.fingerprint import fingerprint
 from tide.models.runner import DepthRunner
+
+
+class TreeWarning(UserWarning):
+    """A model drafts chains although trees were wanted."""
 
 
 def load_artifact(
@@ -72,8 +77,17 @@ def make_exits(
         gates = [OpenGate(c.head, readout) for c in checkpoints]
     for checkpoint in checkpoints:
         checkpoint.to(runner.input_device, runner.model.dtype)
-    recycles = config.mode == "lossless" and config.max_tree and "recycled" in config.drafts
-    make_head = SuccessorHead if recycles and runner.takes_trees else TargetHead
+    trees = config.mode == "lossless" and config.max_tree
+    if trees and not runner.takes_trees:
+        warnings.warn(
+            f"{runner.model.__class__.__name__} drafts chains only: in its self-check, a draft "
+            "tree gave other states than the text does. The output is the same. Set max_tree=0 "
+            "to silence this warning.",
+            TreeWarning,
+            stacklevel=3,
+        )
+    recycles = trees and runner.takes_trees and "recycled" in config.drafts
+    make_head = SuccessorHead if recycles else TargetHead
     target_head = make_head(Readout(parts.norm, parts.head, runner.config))
     script = None if policy is None else policy.script
     return Exits(checkpoints, gates, readout, target_head, script, table)

@@ -56,8 +56,10 @@ class DecodeLoop:
 
     def run(self) -> None:
         """Decode every sequence to its end."""
-        last = prefill_prompts(self.runner, self.exits, self.config, self.batch)
-        self.verifier.verify(self.batch, *last)
+        last, states = prefill_prompts(self.runner, self.exits, self.config, self.batch)
+        self.verifier.learn_prompts(self.batch, states)
+        self.verifier.verify(self.batch, last, states[:, -1:])
+        del states
         self.end_step()
         while self.batch.sequences:
             self.step()

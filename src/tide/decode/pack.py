@@ -44,7 +44,7 @@ def pack_tokens(
 def _parents(
     sequences: Sequence[SequenceState], spans: Sequence[range], longest: int
 ) -> np.ndarray | None:
-    """Place in its span of the token that each follows; None without trees."""
+    """Where in its span the token is that each follows; None without trees."""
     if not any(sequence.tree is not None for sequence in sequences):
         return None
     parents = np.tile(np.arange(longest) - 1, (len(spans), 1))

@@ -7,6 +7,7 @@ decoding goes on from the prompts, the last token of every sequence goes to full
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,32 +31,35 @@ _READ = 256  # prompt tokens whose logits are held at once
 def prefill_prompts(
     runner: DepthRunner, exits: Exits, config: TIDEConfig, batch: BatchState
 ) -> tuple[list[range], Tensor]:
-    """Run the prompts; the last token of each, and its state, `[sequences, 1, hidden]`."""
+    """Run the prompts; the last token of each, and the states of the last ones.
+
+    Returns:
+        For each sequence its last token, and `[sequences, tokens, hidden]`: the states of some
+        tokens up to that one, padded on the left.
+    """
     counts = [len(sequence.tokens) for sequence in batch.sequences]
     prompts = [range(count) for count in counts]
     tokens = pack_tokens(batch.sequences, prompts, left=True)
     if config.prefill_exit:
         numbers = [sequence.index for sequence in batch.sequences]
         done = PrefillWithExits(runner, exits, config, batch.cache).run(tokens, numbers)
-        last = done.last[:, None]
+        states = done.last[:, None]
     else:
-        last = _in_chunks(runner, tokens, counts, batch.cache)
+        states = _in_chunks(runner, tokens, counts, batch.cache)
     batch.advance(0, batch.last, prompts)
-    return [range(count - 1, count) for count in counts], last
+    return [range(count - 1, count) for count in counts], states
 
 
 def _in_chunks(
     runner: DepthRunner, tokens: TokenBatch, counts: Sequence[int], cache: WaterlineCache
 ) -> Tensor:
-    """Run left-padded prompts; the state of the last token of each, `[sequences, 1, hidden]`.
+    """Run left-padded prompts; the states of their last tokens, `[sequences, tokens, hidden]`.
 
     Prompts without padding need no explicit mask, and run at once.
     """
     if tokens.valid is not None:
         cache.align(counts)
-    for states in _chunks(runner, tokens, (0, runner.n_layers), cache):
-        last = states[:, -1:]
-    return last
+    return deque(_chunks(runner, tokens, (0, runner.n_layers), cache), maxlen=1).pop()
 
 
 def _chunks(

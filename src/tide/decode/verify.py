@@ -13,10 +13,13 @@ from tide.decode.host import to_host
 from tide.decode.recycled import SUCCESSORS, RecycledPredictions
 from tide.decode.sampler import Sampler
 from tide.decode.schedule import Pass, run_pass
+from tide.decode.sequence import SequenceState
 from tide.exits.heads import TargetHead
 from tide.kernels.reference import successors_of
 from tide.models.runner import DepthRunner
 from tide.stats import ExitStats, TokenRecord
+
+_PROMPT = 256  # last tokens of a prompt whose predictions are recycled: the head reads them
 
 
 class Verifier:
@@ -68,6 +71,26 @@ class Verifier:
         """
         self._verify(batch, self._wanted(batch, spans), states)
 
+    def learn_prompts(self, batch: BatchState, states: Tensor) -> None:
+        """Let the predictions after the last tokens of prompts be recycled too.
+
+        Args:
+            states: `[sequences, tokens, hidden]`, padded on the left.
+        """
+        if self._recycled is None:
+            return
+        for i, sequence in enumerate(batch.sequences):
+            known = len(sequence.tokens)
+            some = states[i, -min(known, _PROMPT) :]
+            found = to_host(successors_of(self.runner.logits(some), SUCCESSORS)[:, 1:])
+            for position, successors in enumerate(found, known - len(found)):
+                self._learn(sequence, position, successors)
+
+    def _learn(self, sequence: SequenceState, position: int, successors: Sequence[int]) -> None:
+        assert self._recycled is not None
+        before, token = sequence.before(position), sequence.tokens[position]
+        self._recycled[sequence.index].learn(before, token, successors)
+
     def _wanted(self, batch: BatchState, spans: Sequence[range]) -> list[tuple[int, int, int]]:
         """Tokens whose successor is open or to be audited: sequence, position, place in span."""
         return [
@@ -111,9 +134,7 @@ class Verifier:
             for (i, position, _), (_, *successors) in zip(
                 reversed(wanted), reversed(predicted), strict=True
             ):
-                sequence = batch.sequences[i]
-                before, token = sequence.before(position), sequence.tokens[position]
-                self._recycled[sequence.index].learn(before, token, successors)
+                self._learn(batch.sequences[i], position, successors)
         self._keep_paths(batch, targets)
         for i, of_sequence in enumerate(targets):
             self.commit(batch, i, of_sequence)

@@ -126,8 +126,8 @@ def _by_ranges(
 def _by_tree(runner: DepthRunner, sequence: Tensor) -> Tensor:
     """Last states of what follows the prompt of a sequence, run as a path of a tree and after."""
     prompt, n = _PROMPTS[0], runner.n_layers
-    root, left, last = sequence[prompt:].cpu()
-    ids = torch.stack([root, last, left, root])[None]  # the second and the last are not in it
+    root, second, last = sequence[prompt:].cpu()
+    ids = torch.stack([root, last, second, root])[None]  # the second and the last are not in it
     tree = TokenBatch(ids, parents=np.array([[-1, 0, 0, 2]]))
     cache = runner.new_cache(1)
     with runner.uncounted():

@@ -1,0 +1,243 @@
+"""Draft trees in the decode loop: output and KV are the model's own, whatever is drafted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from test_drafter import batch_of
+from test_generate import GREEDY, prompts
+from test_generate import engine as with_exits
+from tide.config import TIDEConfig
+from tide.decode.drafter import Drafter
+from tide.decode.exits import TreeWarning
+from tide.decode.growth import NodeRates, TreeSource
+from tide.decode.loop import DecodeLoop
+from tide.decode.matches import ContextMatches
+from tide.decode.recycled import RecycledPredictions
+from tide.decode.tree import DraftTree
+from tide.engine import TIDE
+from tide.kernels.reference import successors_of
+from tide.models.cache import WaterlineCache
+from tide.models.tokens import TokenBatch
+from tiny import FAMILIES, VOCABULARY, tiny_model
+
+EOS = [5, 40]
+NOTHING = (0, 0, 0, 0)
+SAMPLED = {"do_sample": True, "top_k": 7, "temperature": 0.8, "repetition_penalty": 1.2}
+
+
+def engine(model: Any, **config: Any) -> TIDE:
+    """An engine that always drafts as large a tree as it may."""
+    settings = {"mode": "lossless", "max_tree": 24, **config}
+    made = TIDE(model, None, TIDEConfig(**settings), check=False)
+    made.drafter.fixed = True
+    return made
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_equal_generate_greedy_and_sampled(family: str) -> None:
+    model = tiny_model(family)
+    tide = engine(model)
+    for sequences in (1, 4):
+        kwargs = {**prompts(sequences), **GREEDY, "eos_token_id": None}
+        expected = model.generate(**kwargs)
+        for _ in range(2):  # the second time, what was predicted is recycled
+            assert torch.equal(tide.generate(**kwargs), expected)
+        stats = tide.last_stats
+        assert stats.accepted["tree"] > 0
+        assert stats.steps < expected.shape[1] - 9
+        kwargs |= {**SAMPLED, "eos_token_id": EOS}
+        torch.manual_seed(sequences)
+        expected = model.generate(**kwargs)
+        state = torch.get_rng_state()
+        torch.manual_seed(sequences)
+        assert torch.equal(tide.generate(**kwargs), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def oracle(texts: Sequence[Sequence[int]], draw: random.Random) -> Any:
+    """Random trees: the true continuation somewhere in them, duplicates, and tokens that end."""
+
+    def grow(self: TreeSource, tokens: Sequence[int], nodes: int, depth: int) -> DraftTree:
+        tree, on_path, given = DraftTree(), {-1: 0}, len(tokens)
+        text = next((t for t in texts if list(t[:given]) == list(tokens)), tokens)
+        depths = {-1: 0}
+        for node in range(draw.randint(0, nodes)):
+            parent = draw.choice([p for p, d in depths.items() if d < depth] or [-2])
+            if parent == -2:
+                break
+            token = draw.choice([draw.randrange(VOCABULARY), *EOS])
+            place = on_path.get(parent, -1)
+            if place >= 0 and given + place < len(text) and draw.random() < 0.6:
+                token = text[given + place]
+                on_path[node] = place + 1
+            depths[node] = depths[parent] + 1
+            tree.tokens.append(token)
+            tree.parents.append(parent)
+            tree.origins.append(NOTHING)
+            tree.chances.append(0.1)
+        return tree
+
+    return grow
+
+
+def texts_of(outputs: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
+    """The sequences of a batch without left padding."""
+    return [line[int((own == 0).sum()) :] for line, own in zip(outputs.tolist(), mask, strict=True)]
+
+
+@pytest.mark.parametrize("sequences", [1, 4])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text"])
+def test_kv_after_each_step_is_that_of_a_full_forward(
+    family: str, sequences: int, monkeypatch: Any
+) -> None:
+    model = tiny_model(family)
+    tide = engine(model)
+    kwargs = {**prompts(sequences), **GREEDY, "max_new_tokens": 40, "eos_token_id": EOS}
+    expected = model.generate(**kwargs)
+    texts = texts_of(expected, kwargs["attention_mask"])
+    monkeypatch.setattr(TreeSource, "grow", oracle(texts, random.Random(0)))
+    end_step = DecodeLoop.end_step
+    moved: list[Any] = []
+    move = WaterlineCache.move
+
+    def noted(self: WaterlineCache, moves: Any) -> None:
+        moved.append(moves)
+        move(self, moves)
+
+    monkeypatch.setattr(WaterlineCache, "move", noted)
+
+    def checked(self: DecodeLoop) -> None:
+        for i, sequence in enumerate(self.batch.sequences):
+            passed, fresh = self.batch.passed(i, self.batch.last), self.runner.new_cache(1)
+            if not sequence.finished:
+                assert passed == sequence.committed - 1
+            ids = torch.tensor([sequence.tokens[:passed]])
+            with self.runner.uncounted():
+                self.runner.run(TokenBatch(ids), 0, self.runner.n_layers, cache=fresh)
+            for layer in range(self.runner.n_layers):
+                pairs = zip(
+                    self.batch.cache.read(layer, i), fresh.read(layer, 0), strict=True
+                )  # fmt: skip
+                for own, whole in pairs:
+                    torch.testing.assert_close(own[:, :passed], whole, atol=1e-5, rtol=1e-5)
+        end_step(self)
+
+    monkeypatch.setattr(DecodeLoop, "end_step", checked)
+    assert torch.equal(tide.generate(**kwargs), expected)
+    assert moved
+    assert tide.last_stats.accepted["tree"] > 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees_and_acceptances_change_nothing(seed: int, monkeypatch: Any) -> None:
+    model = tiny_model("mistral")
+    draw = random.Random(seed)
+    tide = engine(model, max_tree=draw.choice([1, 5, 64]), max_draft=draw.choice([1, 3, 10]))
+    kwargs = {**prompts(3), **GREEDY, "max_new_tokens": draw.randint(1, 40), "eos_token_id": EOS}
+    kwargs |= SAMPLED if seed % 2 else {}
+    torch.manual_seed(seed)
+    expected = model.generate(**kwargs)
+    texts = texts_of(expected, kwargs["attention_mask"])
+    monkeypatch.setattr(TreeSource, "grow", oracle(texts, draw))
+    torch.manual_seed(seed)
+    assert torch.equal(tide.generate(**kwargs), expected)
+
+
+def test_trees_beside_exit_drafts_equal_generate() -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 60}
+    expected = model.generate(**kwargs)
+    tide = with_exits(model, "lossless", "always", max_tree=16, max_pending=4)
+    for fixed in (True, False):
+        tide.drafter.fixed = fixed
+        assert torch.equal(tide.generate(**kwargs), expected)
+
+
+def test_a_model_that_does_not_take_trees_drafts_chains_and_is_named(monkeypatch: Any) -> None:
+    model = tiny_model("llama")
+    wrong = "tide.models.selfcheck._by_tree"
+    monkeypatch.setattr(wrong, lambda runner, sequence: torch.ones(3, 32))
+    with pytest.warns(TreeWarning, match="LlamaForCausalLM"):
+        tide = TIDE(model, None, TIDEConfig(mode="lossless", max_tree=16))
+    tide.drafter.fixed = True
+    kwargs = {**prompts(1), **GREEDY, "max_new_tokens": 60}
+    assert torch.equal(tide.generate(**kwargs), model.generate(**kwargs))
+    assert tide.last_stats.drafted and "tree" not in tide.last_stats.drafted
+
+
+def test_what_is_recycled_is_shared_unless_told_otherwise() -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(1), **GREEDY}
+    steps = {}
+    for share in (True, False):
+        tide = engine(model, drafts=("recycled",), share_recycled=share)
+        steps[share] = [(tide.generate(**kwargs), tide.last_stats.steps)[1] for _ in range(2)]
+    assert steps[True][0] == steps[False][0] == steps[False][1]
+    assert steps[True][1] < steps[True][0]
+
+
+@pytest.mark.parametrize("size", [97, 512])
+def test_the_likeliest_successors_are_found_in_groups(size: int) -> None:
+    logits = torch.randn(20, size, generator=torch.Generator().manual_seed(0))
+    logits[3] = logits[3].round()  # equals
+    found = successors_of(logits, 8)
+    assert torch.equal(found[:, 0], logits.argmax(-1))
+    assert torch.equal(logits.gather(1, found[:, 1:]), logits.topk(8).values)
+    assert all(len(set(line)) == 8 for line in found[:, 1:].tolist())
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=40))
+def test_matches_are_as_long_as_they_can_be(tokens: list[int]) -> None:
+    matches, tail = ContextMatches(), tokens[-8:]
+    matches.grow(tokens)
+    for token, length in matches.followers(tokens, tail).items():
+        ends = [
+            end
+            for end in range(length, len(tokens))
+            if tokens[end - length : end] == tail[-length:] and tokens[end] == token
+        ]
+        assert ends
+
+
+def test_the_likeliest_paths_come_first_and_sources_that_agree_are_one_node() -> None:
+    recycled, rates = RecycledPredictions(), NodeRates()
+    recycled.learn(1, 2, [3, 4])
+    recycled.learn(2, 3, [9])
+    source = TreeSource(rates, ContextMatches(), None, recycled)
+    tree = source.grow([1, 2, 3, 9, 1, 2], 8, 4)
+    assert tree.tokens[:2] == [3, 9] and tree.parents[:2] == [-1, 0]
+    assert tree.origins[0] == (2, 0, 1, 1)
+    assert tree.chances == sorted(tree.chances, reverse=True)
+    assert 4 in tree.tokens
+    assert all(parent < node for node, parent in enumerate(tree.parents))
+    before = rates.of(tree.origins[0])
+    tree.decide([3, *([0] * 8)])
+    assert tree.path == [0]
+    rates.record(tree)
+    assert rates.of(tree.origins[0]) > before
+
+
+def test_sizes_of_trees_follow_what_passes_cost() -> None:
+    class Bush(TreeSource):
+        def grow(self, tokens: Sequence[int], nodes: int, depth: int) -> DraftTree:
+            chances = [0.5 * 0.9**n for n in range(nodes)]
+            return DraftTree([7] * nodes, [-1] * nodes, [NOTHING] * nodes, chances)
+
+    sizes = []
+    for cost in (dict.fromkeys([1, 65], 1.0), {1: 1.0, 9: 2.0, 65: 9.0}, {1: 1.0, 2: 4.0}):
+        drafter, batch = Drafter(10, 64), batch_of(2, 100)
+        drafter.costs.start(2, cost)
+        bush = Bush(NodeRates(), None, None, None)
+        drafter.propose(batch, {0: bush, 1: bush})
+        sizes.append([sequence.open_drafts for sequence in batch.sequences])
+    assert sizes[0] == [64, 64]
+    assert 0 < sizes[1][0] <= 8
+    assert sizes[2] == [0, 0]
