@@ -121,6 +121,32 @@ def test_every_mode_gives_the_same_tokens_and_nothing_is_compiled_in_200_steps()
         torch._dynamo.utils.counters.clear()
 
 
+@pytest.mark.usefixtures("not_fused")
+def test_compiled_passes_take_draft_trees(monkeypatch: Any) -> None:
+    """Of any size: windows of 5 tokens and full attention, one sequence and several."""
+    model = tiny_model("gemma3_text")
+    config = TIDEConfig(mode="lossless", max_tree=40)
+    tide = TIDE(model, None, config, check=False, compile=True)
+    tide.drafter.fixed = True
+    uncompiled: list[bool] = []
+    forward = SegmentRunner._forward
+
+    def counted(self: Any, hidden: Any, chunk: Any, cache: Any) -> Tensor:
+        uncompiled.append(chunk.tree)
+        return forward(self, hidden, chunk, cache)
+
+    for sequences in (4, 1):
+        kwargs = {**prompts(sequences), **GREEDY, "max_new_tokens": 40, "eos_token_id": [5, 40]}
+        expected = model.generate(**kwargs)
+        assert torch.equal(tide.generate(**kwargs), expected)  # compiles
+        with monkeypatch.context() as patch:
+            patch.setattr(SegmentRunner, "_forward", counted)
+            assert torch.equal(tide.generate(**kwargs), expected)
+        assert tide.last_stats.accepted["tree"] > 5
+    assert tide.runner.name == "compiled segments"
+    assert uncompiled == [False, False]  # the prompts only
+
+
 def gated() -> Artifact:
     """Exits with all that a gate may have: router, confidence model, some of the vocabulary."""
     torch.manual_seed(0)

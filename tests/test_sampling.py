@@ -97,10 +97,12 @@ def test_lossless_sampling_has_the_full_models_distribution(options: dict[str, A
 def test_the_test_fails_when_any_draft_is_accepted(monkeypatch: Any) -> None:
     pick = Sampler.pick
 
-    def accept_any_draft(self: Sampler, at: Any, scores: torch.Tensor) -> list[int]:
+    def accept_any_draft(self: Sampler, at: Any, scores: torch.Tensor) -> torch.Tensor:
         picked = pick(self, at, scores)
-        drafts = [sequence.tokens[i + 1 : i + 2] for sequence, i in at]
-        return [draft[0] if draft else token for draft, token in zip(drafts, picked, strict=True)]
+        for k, (sequence, i) in enumerate(at):
+            if i + 1 < len(sequence.tokens):
+                picked[k] = sequence.tokens[i + 1]
+        return picked
 
     monkeypatch.setattr(Sampler, "pick", accept_any_draft)
     of = model()

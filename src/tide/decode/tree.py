@@ -35,8 +35,9 @@ class DraftTree:
 
     def first(self, nodes: int) -> DraftTree:
         """The tree of the first nodes."""
-        kept = (self.tokens, self.parents, self.origins, self.chances)
-        return DraftTree(*(values[:nodes] for values in kept))
+        return DraftTree(
+            self.tokens[:nodes], self.parents[:nodes], self.origins[:nodes], self.chances[:nodes]
+        )
 
     def path_to(self, node: int) -> list[int]:
         """The nodes from the text to `node`; none for -1."""
