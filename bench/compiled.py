@@ -26,7 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tide.bench.baselines import compiled_generate
 from tide.config import TIDEConfig
 from tide.engine import TIDE
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
 from tide.exits.policy import ScriptedPolicy
 from tide.models.costs import measure_passes

@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from tide.config import TIDEConfig
 from tide.engine import TIDE
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
 from tide.exits.policy import ScriptedPolicy, TokenPosition
 from tide.models.fingerprint import Fingerprint

@@ -67,7 +67,9 @@ def small_artifact(model: Any, tokenizer: Any, tmp_path_factory: Any) -> Path:
     )
     with pytest.MonkeyPatch.context() as patch:
         # What exits is to be the same on a busy machine.
-        costs = Costs(layer=1e-3, start=5e-4, head=8e-3, exit_head=1.5e-3, router=2e-4)
+        costs = Costs(
+            layer=1e-3, start=5e-4, head=8e-3, exit_head=1.5e-3, router=2e-4, prefilter=3e-4
+        )
         patch.setattr("tide.calibration.costs.measure_costs", lambda *args: costs)
         tide.calibrate(
             model, tokenizer, folder, TIDEConfig(checkpoint_interval=8, min_layers=16), data=data,

@@ -16,7 +16,8 @@ from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ArtifactError, ConfigError
 from tide.exits import files
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.confidence import ConfidenceModel
 from tide.exits.heads import ExitHead
 from tide.exits.routers import TokenRouter
@@ -44,13 +45,17 @@ def made(model: Any) -> Artifact:
         [
             Checkpoint(1, head, TokenRouter(32, 8), Thresholds(router=0.7, top_probability=0.9)),
             Checkpoint(
-                3, ExitHead("identity", 32), confidence_model=ConfidenceModel(("head", "table"))
+                3,
+                ExitHead("identity", 32),
+                confidence_model=ConfidenceModel(("head", "table")),
+                prefilter=ConfidenceModel(("candidates",)),
             ),
         ],
         TIDEConfig(exit_threshold=0.7, drafts=("table",)),
         torch.arange(40),
         build_table([[1, 2, 3, 4, 1, 2, 3, 5]], 97),
         {"made": "by a test"},
+        candidates=torch.arange(5),
     )
 
 
@@ -100,7 +105,7 @@ def test_unknown_keys_and_tensors_are_refused(made: Artifact, tmp_path: Path) ->
     for change, named in (
         ({**header, "surprise": 1}, "unknown keys.*surprise"),
         ({k: v for k, v in header.items() if k != "record"}, "lacks.*record"),
-        ({**header, "schema": 99}, "schema 99, and this version reads 2"),
+        ({**header, "schema": 99}, "schema 99, and this version reads 3"),
         ({**header, "config": {"exit_treshold": 1}}, "Did you mean 'exit_threshold'"),
     ):
         files.write(path, change, tensors)
@@ -125,7 +130,7 @@ def test_an_artifact_of_schema_1_is_refused(form: str, made: Artifact, tmp_path:
         checkpoint["blend"] = checkpoint.pop("confidence_model")
         checkpoint["tail_layers"] = 0
     files.write(tmp_path / form, header, made._tensors())
-    with pytest.raises(ArtifactError, match=r"schema 1, and this version reads 2.*tide calibrate"):
+    with pytest.raises(ArtifactError, match=r"schema 1, and this version reads 3.*tide calibrate"):
         Artifact.load(tmp_path / form)
 
 

@@ -64,7 +64,7 @@ def test_checkpoints_are_where_tokens_first_agree() -> None:
     agree[:, -1] = True
     agree[:40, 3:] = True  # 40 tokens agree after 4 layers, 30 more after 9
     agree[40:70, 8:] = True
-    costs = Costs(layer=1.0, start=0.0, head=2.0, exit_head=2.0, router=0.0)
+    costs = Costs(layer=1.0, start=0.0, head=2.0, exit_head=2.0, router=0.0, prefilter=0.0)
     chosen, ceiling = _best_checkpoints(agree, costs, 3)
     assert chosen == (3, 8)  # a third would save nothing
     assert ceiling == pytest.approx(14 / (0.4 * 4 + 0.3 * 9 + 0.3 * 12 + 2))

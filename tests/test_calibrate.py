@@ -25,7 +25,7 @@ from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ConfigError, DataError
 from tide.exits.artifact import Artifact
-from tide.exits.confidence import FEATURES
+from tide.exits.confidence import FEATURES, WITH_HEAD
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
@@ -267,7 +267,7 @@ def test_checkpoints_mean_what_was_published() -> None:
     assert checkpoint_layers(TIDEConfig(checkpoint_interval=4, min_layers=0), 8) == (3,)
 
 
-COSTS = Costs(layer=1.0, start=1.5, head=2.0, exit_head=0.5, router=0.05)
+COSTS = Costs(layer=1.0, start=1.5, head=2.0, exit_head=0.5, router=0.05, prefilter=0.1)
 
 
 def synthetic(layer: int, n: int = 6000, seed: int = 0, skill: float = 0.3) -> Scores:
@@ -278,15 +278,17 @@ def synthetic(layer: int, n: int = 6000, seed: int = 0, skill: float = 0.3) -> S
     top = torch.sigmoid(6 * (ease - 0.5) + torch.randn(n, generator=draw))
     router = torch.sigmoid(6 * (ease - 0.5) + 3 * torch.randn(n, generator=draw))
     agrees = torch.where(torch.rand(n, generator=draw) < 0.9, correct, ~correct).float() * 2 - 1
-    features = torch.zeros(n, sum(FEATURES.values()))
+    features = torch.zeros(n, sum(FEATURES[name] for name in WITH_HEAD))
     features[:, 0], features[:, 3] = torch.logit(top), agrees
     return Scores(
         layer=layer,
         router=router.numpy(),
+        prefilter=router.numpy(),
         top_probability=top.numpy(),
         confidence=top.numpy(),
         correct=correct.numpy(),
         features=features,
+        candidate_features=features[:, :1].expand(-1, FEATURES["candidates"]),
         document=(torch.arange(n) // 20).numpy(),
     )
 
@@ -308,7 +310,7 @@ def test_thresholds_keep_their_risk_where_they_were_chosen() -> None:
         assert all(c.error_rate <= risk for c, risk in zip(found, (0.01, 0.02, 0.05), strict=True))
         assert found[0].exit_rate < found[1].exit_rate < found[2].exit_rate
     one = one_scorer(scores, "top_probability", 0.02, COSTS, 30)
-    two = one_scorer(scores, "top_probability", 0.02, COSTS, 30, prefilter=True)
+    two = one_scorer(scores, "top_probability", 0.02, COSTS, 30, first_stage="router")
     assert two.speedup >= one.speedup > 1
     never = replace(scores, router=scores.top_probability, correct=scores.correct & False)
     assert one_scorer(never, "router", 0.02, COSTS, 30).exit_rate <= 0.021

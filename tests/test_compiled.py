@@ -148,13 +148,15 @@ def test_compiled_passes_take_draft_trees(monkeypatch: Any) -> None:
 
 
 def gated() -> Artifact:
-    """Exits with all that a gate may have: router, confidence model, some of the vocabulary."""
+    """Exits with all that a gate may have: router, models, some of the vocabulary."""
     torch.manual_seed(0)
     made = artifact()
     made.vocabulary = torch.arange(0, VOCABULARY, 2)
+    made.candidates = torch.arange(0, 12, 2)
     for checkpoint in made.checkpoints:
         checkpoint.router, checkpoint.confidence_model = TokenRouter(32, 8), ConfidenceModel()
-        checkpoint.thresholds = Thresholds(router=0.45, confidence=0.45)
+        checkpoint.prefilter = ConfidenceModel(("candidates",))
+        checkpoint.thresholds = Thresholds(router=0.45, confidence=0.45, prefilter=0.4)
     return made
 
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from tide.cli import main
 from tide.errors import ArtifactError, UnsupportedModelError
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead, Readout
 from tide.integrations.draft import export_draft
 from tide.models.attach import attach

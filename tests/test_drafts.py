@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tide.calibration.table import build_table
 from tide.decode.sources import ContextNGrams, CrossRequestNGrams, Draft, TableDrafts
+from tide.exits.candidates import CandidateReadout
 from tide.exits.confidence import ConfidenceModel, gather_features
-from tide.exits.gate import ExitGate, note
+from tide.exits.gate import ExitGate, Prefilter, note
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramIndex, NGramPrediction, NGramPredictor
 from tide.exits.routers import TokenRouter
@@ -174,6 +175,43 @@ def test_a_confidence_model_decides_on_the_features_of_all_scorers() -> None:
         ExitGate(head, readout, wanted, router)
 
 
+def test_a_prefilter_rejects_tokens_by_their_candidates_before_the_head_is_read() -> None:
+    torch.manual_seed(0)
+    vocabulary = torch.tensor([2, 3, 5, 7, 8, 9])
+    readout, states = CountingReadout(8, 12, vocabulary), torch.randn(20, 8)
+    candidates = CandidateReadout(readout, torch.tensor([3, 8]))
+    # Of context and table: both in the vocabulary, one of them, none, and one of them twice.
+    predicted = [(5, 9), (7, 4), (-1, -1), (3, 9)] * 5
+    notes = torch.tensor([note(NGramPrediction(c, 3, t, 0.5)) for c, t in predicted])
+    features = candidates.features(readout.norm(states), notes[:, 1:])
+    logits = readout.scatter_to_vocab(readout(states))
+    for i, (context, table) in enumerate(predicted):
+        few = torch.stack([logits[i, t] if t >= 0 else -torch.inf * torch.ones(()) for t in
+                           (3, 8, context, table)])  # fmt: skip
+        chances = (torch.cat([few.topk(2).values, few[2:]]) - few.logsumexp(0)).clamp_min(-20)
+        expected = [*chances.tolist(), float(few.amax()), 3, 128]
+        assert features[i].tolist() == pytest.approx(expected, abs=1e-5)
+    model = ConfidenceModel(("candidates",))
+    model.mean.copy_(features.mean(0))
+    torch.nn.init.normal_(model.up.weight, std=3.0)
+    prefilter = Prefilter(model, candidates)
+    chances = prefilter(readout.norm(states), notes[:, 1:]).detach()
+    wanted = Thresholds(prefilter=float(chances.median()), top_probability=0.4)
+    gate = ExitGate(ExitHead("identity", 8), readout, wanted, prefilter=prefilter)
+    readout.read = []
+    decision = gate.decide(states, notes)
+    passed = [i for i in range(20) if chances[i] >= wanted.prefilter]
+    assert readout.read == passed and 5 < len(passed) < 15
+    top = readout(states).softmax(-1).amax(-1)
+    assert decision.exits.nonzero().squeeze(1).tolist() == [i for i in passed if top[i] >= 0.4]
+    readout.read = []
+    never = Thresholds(prefilter=1.1)
+    none = ExitGate(ExitHead("identity", 8), readout, never, prefilter=prefilter)
+    assert not none.decide(states, notes).exits.any() and not readout.read
+    with pytest.raises(ValueError, match="prefilter threshold but no prefilter"):
+        ExitGate(ExitHead("identity", 8), readout, wanted)
+
+
 class CountingReadout(Readout):
     """A readout over random weights that notes whose logits were computed."""
 
@@ -186,9 +224,9 @@ class CountingReadout(Readout):
         )
         self.read: list[int] = []
 
-    def top(self, hidden: torch.Tensor, wanted: torch.Tensor, **options: Any) -> Any:
+    def top_of_normed(self, states: torch.Tensor, wanted: torch.Tensor, **options: Any) -> Any:
         self.read = wanted.nonzero().squeeze(1).tolist()
-        tokens, tops = super().top(hidden, wanted, **options)
+        tokens, tops = super().top_of_normed(states, wanted, **options)
         assert not tops[~wanted].any()
         return tokens, tops
 

@@ -28,7 +28,8 @@ from test_generate import GREEDY, prompts
 from test_threads import at_once
 from tide.config import TIDEConfig
 from tide.errors import ArtifactError, CertificateError, UnsupportedGenerationError
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
 from tide.exits.thresholds import Thresholds
 from tide.integrations import huggingface

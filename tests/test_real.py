@@ -15,7 +15,8 @@ import TIDE
 import tide
 from scenarios import SCENARIOS, error, full_depth
 from tide.config import TIDEConfig
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
 from tide.exits.policy import ScriptedPolicy, TokenPosition
 from tide.exits.thresholds import Thresholds

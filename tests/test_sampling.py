@@ -17,7 +17,8 @@ from tide.decode.loop import DecodeLoop
 from tide.decode.noise import _HELD, PlacedNoise
 from tide.decode.sampler import Sampler
 from tide.engine import TIDE
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
 from tide.exits.policy import ScriptedPolicy
 from tide.models.fingerprint import Fingerprint

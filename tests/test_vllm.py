@@ -25,7 +25,8 @@ from transformers import AutoConfig
 import tide.vllm as tide_vllm
 from tide.cli import serve
 from tide.errors import ArtifactError, CertificateError, ConfigError, UnsupportedModelError
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
 from tide.exits.thresholds import Thresholds
 from tide.models.fingerprint import fingerprint

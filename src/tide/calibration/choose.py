@@ -19,7 +19,7 @@ from tide.calibration.scores import Scores
 from tide.exits.thresholds import Thresholds
 
 _NO_EXIT = Thresholds(router=2.0)  # evaluates the router, and no token passes
-_PREFILTERS = (0.0, 0.2, 0.4, 0.6, 0.75)  # shares of tokens that a router may reject unread
+_PREFILTERS = (0.0, 0.2, 0.4, 0.6, 0.75, 0.85)  # shares of tokens that may be rejected unread
 _PRICES = np.geomspace(1.02, 2000.0, 60).tolist()  # of a wrong token, in units of a full pass
 
 
@@ -31,6 +31,7 @@ class Choice:
         layers: the checkpoints, by depth.
         thresholds: of each checkpoint.
         exit_rate: share of tokens that exit.
+        read_rate: exit heads read for each token.
         error_rate: share of all tokens that exit with another token than the target token.
         depth_saved: share of all layer computations that exits avoid.
         speedup: expected, at batch 1, from the measured costs.
@@ -39,6 +40,7 @@ class Choice:
     layers: tuple[int, ...]
     thresholds: tuple[Thresholds, ...]
     exit_rate: float
+    read_rate: float
     error_rate: float
     depth_saved: float
     speedup: float
@@ -59,11 +61,12 @@ def follow(
     tokens = len(scores[0].correct)
     full = costs.start + n_layers * costs.layer + costs.head
     remaining = np.ones(tokens, bool)
-    seconds, wrong, saved = full * tokens, 0, 0
+    seconds, wrong, saved, reads = full * tokens, 0, 0, 0
     for at, limit in zip(scores, thresholds, strict=True):
         read = remaining.copy()  # tokens for which the exit head is read
-        if limit.router is not None:
-            read &= at.router >= limit.router
+        for stage in ("router", "prefilter"):
+            if (threshold := getattr(limit, stage)) is not None:
+                read &= getattr(at, stage) >= threshold
         exits = read.copy()
         if limit.top_probability is not None:
             exits &= at.top_probability >= limit.top_probability
@@ -71,7 +74,9 @@ def follow(
             exits &= at.confidence >= limit.confidence
         exited, above = int(exits.sum()), n_layers - at.layer - 1
         needs_router = limit.router is not None or limit.confidence is not None
-        seconds += remaining.sum() * costs.router * needs_router + read.sum() * costs.exit_head
+        first = costs.prefilter if limit.prefilter is not None else costs.router * needs_router
+        seconds += remaining.sum() * first + read.sum() * costs.exit_head
+        reads += int(read.sum())
         seconds -= exited * (above * costs.layer + costs.head)
         wrong += int((exits & ~at.correct).sum())
         saved += exited * above
@@ -81,6 +86,7 @@ def follow(
         layers=tuple(at.layer for at in scores),
         thresholds=tuple(thresholds),
         exit_rate=float(1 - remaining.mean()),
+        read_rate=reads / tokens,
         error_rate=wrong / tokens,
         depth_saved=saved / (tokens * n_layers),
         speedup=float(full * tokens / seconds),
@@ -94,18 +100,21 @@ def one_scorer(
     costs: Costs,
     n_layers: int,
     *,
-    prefilter: bool = False,
+    first_stage: str | None = None,
 ) -> Choice:
     """The thresholds with most exits at one checkpoint by one scorer, with at most `risk` wrong.
 
     Args:
-        scorer: "router", "top_probability" or "confidence".
-        prefilter: let the router reject tokens first, at the share that saves most time.
+        scorer: "router", "prefilter", "top_probability" or "confidence".
+        first_stage: "router" or "prefilter": rejects tokens first, at the share that saves most
+            time.
     """
     best: Choice | None = None
-    for share in _PREFILTERS if prefilter else (0.0,):
-        first = _prefilter(scores, share)
-        read = scores.router >= first if first is not None else np.ones(len(scores.correct), bool)
+    for share in _PREFILTERS if first_stage else (0.0,):
+        first = _rejecting(scores, first_stage, share) if first_stage else Thresholds()
+        read = np.ones(len(scores.correct), bool)
+        if first_stage and (least := getattr(first, first_stage)) is not None:
+            read = getattr(scores, first_stage) >= least
         value = getattr(scores, scorer)[read]
         order = np.argsort(-value, kind="stable")
         wrong = np.cumsum(~scores.correct[read][order])
@@ -114,7 +123,7 @@ def one_scorer(
         fits = last[wrong[last] <= risk * len(scores.correct)]
         limit = _NO_EXIT
         if len(fits):
-            limit = replace(Thresholds(router=first), **{scorer: float(value[order][fits[-1]])})
+            limit = replace(first, **{scorer: float(value[order][fits[-1]])})
         found = follow([scores], [limit], costs, n_layers)
         if best is None or found.speedup > best.speedup:
             best = found
@@ -150,33 +159,34 @@ def _cheapest(scores: list[Scores], risk: float, costs: Costs, n_layers: int) ->
     full = costs.start + n_layers * costs.layer + costs.head
     saves = [((n_layers - s.layer - 1) * costs.layer + costs.head) / full for s in scores]
 
-    def at_price(price: float, prefilters: Sequence[float | None]) -> Choice:
+    def at_price(price: float, first: Sequence[Thresholds]) -> Choice:
         limits = [
-            Thresholds(router=prefilter, confidence=1 - save / price)
-            for prefilter, save in zip(prefilters, saves, strict=True)
+            replace(some, confidence=1 - save / price)
+            for some, save in zip(first, saves, strict=True)
         ]
         return follow(scores, limits, costs, n_layers)
 
-    def at_lowest_price(prefilters: Sequence[float | None]) -> Choice | None:
+    def at_lowest_price(first: Sequence[Thresholds]) -> Choice | None:
         # Thresholds rise with the price, so the error rate falls. With several checkpoints it may
         # rise by a few tokens in between, but bisection only ever returns a price that it tried.
         index = bisect_left(
-            _PRICES, True, key=lambda price: at_price(price, prefilters).error_rate <= risk
+            _PRICES, True, key=lambda price: at_price(price, first).error_rate <= risk
         )
-        return at_price(_PRICES[index], prefilters) if index < len(_PRICES) else None
+        return at_price(_PRICES[index], first) if index < len(_PRICES) else None
 
     chosen = follow(scores, [_NO_EXIT] * len(scores), costs, n_layers)
-    prefilters: list[float | None] = [None] * len(scores)
+    first = [Thresholds() for _ in scores]
     for k, at in enumerate(scores):
         for share in _PREFILTERS if k == 0 else _PREFILTERS[1:]:
-            tried = [*prefilters]
-            tried[k] = _prefilter(at, share)
+            tried = [*first]
+            tried[k] = _rejecting(at, at.first_stage, share)
             found = at_lowest_price(tried)
             if found is not None and found.speedup > chosen.speedup:
-                chosen, prefilters = found, tried
+                chosen, first = found, tried
     return chosen
 
 
-def _prefilter(scores: Scores, share: float) -> float | None:
-    """The router threshold that rejects a share of the tokens; None for no prefilter."""
-    return float(np.quantile(scores.router, share)) if share else None
+def _rejecting(scores: Scores, stage: str, share: float) -> Thresholds:
+    """The threshold of the first stage that rejects a share of the tokens; none for none."""
+    least = float(np.quantile(getattr(scores, stage), share)) if share else None
+    return replace(Thresholds(), **{stage: least})

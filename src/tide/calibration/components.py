@@ -20,6 +20,7 @@ from tide.calibration.fit import (
 )
 from tide.calibration.scores import Scores, in_part, observe, tuning_documents
 from tide.calibration.table import build_table
+from tide.exits.candidates import candidate_readout
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
@@ -33,6 +34,7 @@ class FitPlan:
 
     Attributes:
         vocabulary: tokens that exit heads read; 0 for all.
+        candidates: of these, the most likely ones, which prefilters read; 0 for no prefilters.
         table_bytes: most bytes of the draft table.
         strategy: of the exit heads.
         heads: how exit heads are fitted.
@@ -40,6 +42,7 @@ class FitPlan:
     """
 
     vocabulary: int
+    candidates: int
     table_bytes: int
     strategy: str
     heads: HeadFit
@@ -53,6 +56,7 @@ class Components:
     Attributes:
         vocabulary: token ids that the exit heads read, `[v]`; None for all.
         readout: over that vocabulary.
+        candidates: token ids that prefilters read, `[c]`; None if there are none.
         table: tensors of the draft table.
         heads: the exit heads.
         routers: the routers.
@@ -60,6 +64,7 @@ class Components:
 
     vocabulary: Tensor | None
     readout: Readout
+    candidates: Tensor | None
     table: dict[str, Tensor]
     heads: list[ExitHead]
     routers: list[TokenRouter]
@@ -72,7 +77,8 @@ class Components:
         """
         served = as_served(heads or self.heads, self.readout)
         table = ContinuationTable(self.table)
-        return observe(collection, self.readout, served, self.routers, table)
+        candidates = candidate_readout(self.readout, self.candidates)
+        return observe(collection, self.readout, served, self.routers, table, candidates)
 
 
 def fit_components(
@@ -94,6 +100,9 @@ def fit_components(
         if plan.vocabulary:
             vocabulary = choose_vocabulary(collection, plan.vocabulary, text.vocab_size)
         readout = Readout(parts.norm, parts.head, text, vocabulary)
+        candidates = None
+        if plan.candidates and readout.linear_head()[0] is not None:
+            candidates = choose_vocabulary(collection, plan.candidates, text.vocab_size)
         answers = collection.answers("fit")
         table = build_table(answers, text.vocab_size, budget=plan.table_bytes)
     with stages.stage("heads"):
@@ -108,5 +117,6 @@ def fit_components(
             routers.append(fit_router(collection, i, labels, stop_on, plan.routers))
         tick(len(layers), len(layers))
     return Components(
-        vocabulary=vocabulary, readout=readout, table=table, heads=heads, routers=routers
-    )
+        vocabulary=vocabulary, readout=readout, candidates=candidates, table=table, heads=heads,
+        routers=routers,
+    )  # fmt: skip

@@ -9,15 +9,18 @@ from pathlib import Path
 import torch
 
 from tide.config import TIDEConfig
+from tide.exits.candidates import CandidateReadout
 from tide.exits.confidence import ConfidenceModel
 from tide.exits.files import write_whole
-from tide.exits.gate import ExitGate, note
+from tide.exits.gate import ExitGate, Prefilter, note
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
 from tide.models.costs import measure_passes, medians
 from tide.models.runner import DepthRunner
+
+CANDIDATES = 128  # tokens that prefilters read: more cost more, and add little (bench/gates.py)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Costs:
         exit_head: an exit head as it is served: affine map, norm, reduced vocabulary, confidence
             model.
         router: one router, including the transfer of its output to the host.
+        prefilter: a gate that rejects the token by its candidates, so that the head is not read.
     """
 
     layer: float
@@ -38,6 +42,7 @@ class Costs:
     head: float
     exit_head: float
     router: float
+    prefilter: float
 
     def to_dict(self) -> dict[str, float]:
         """As JSON."""
@@ -80,6 +85,7 @@ def measure_costs(
     head, router = head.to(exit_readout.device, exit_readout.dtype), router.to(exit_readout.device)
     gate = ExitGate(head, exit_readout, Thresholds(confidence=0.5), None, ConfidenceModel())
     gate, notes = gate.to(exit_readout.device), torch.tensor([note(NGramPrediction())])
+    rejecting = _rejecting_gate(exit_readout, head, router)
     state = torch.zeros(1, runner.config.hidden_size).to(exit_readout.device, exit_readout.dtype)
     # Two parts that differ in length tell the cost of a layer from the fixed cost of a pass.
     few = max(1, n // 4)
@@ -93,6 +99,20 @@ def measure_costs(
             "head": lambda: runner.logits(state).argmax(-1).item(),
             "exit_head": lambda: gate(state, notes).tolist(),
             "router": lambda: router(state.to(router.up.weight)).item(),
+            "prefilter": lambda: rejecting(state, notes).tolist(),
         }
     )
     return Costs(layer=layer, start=max(shorter - few * layer, 0.0), **median)
+
+
+def _rejecting_gate(readout: Readout, head: ExitHead, router: TokenRouter) -> ExitGate:
+    """A gate whose first stage lets no token pass."""
+    if readout.linear_head()[0] is None:
+        return ExitGate(head, readout, Thresholds(router=2.0), router)
+    known = readout.vocabulary if readout.vocabulary is not None else torch.arange(readout.size)
+    prefilter = Prefilter(
+        ConfidenceModel(("candidates",)), CandidateReadout(readout, known[:CANDIDATES])
+    )
+    wanted = Thresholds(confidence=0.5, prefilter=2.0)
+    gate = ExitGate(head, readout, wanted, router, ConfidenceModel(), prefilter)
+    return gate.to(readout.device)

@@ -14,8 +14,8 @@ from tide.calibration.answers import Answers
 from tide.calibration.choose import best, choose
 from tide.calibration.collect import Collection, CollectPlan, process
 from tide.calibration.components import FitPlan, fit_components
-from tide.calibration.confidence import fit_confidence_model
-from tide.calibration.costs import load_or_measure
+from tide.calibration.confidence import fit_confidence_model, fit_prefilter
+from tide.calibration.costs import CANDIDATES, load_or_measure
 from tide.calibration.data import load_texts, split_documents
 from tide.calibration.fit import HeadFit, RouterFit
 from tide.calibration.report import (
@@ -29,7 +29,8 @@ from tide.calibration.report import (
 )
 from tide.config import TIDEConfig
 from tide.errors import ConfigError
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
 from tide.models.attach import attach
 from tide.models.fingerprint import dtype_name, fingerprint, model_name
@@ -118,6 +119,7 @@ def calibrate(
     )
     fit_plan = FitPlan(
         vocabulary=vocabulary,
+        candidates=min(CANDIDATES, vocabulary or CANDIDATES),
         table_bytes=table_bytes,
         strategy=config.exit_strategy,
         heads=HeadFit(epochs=epochs, seed=seed),
@@ -145,6 +147,7 @@ def calibrate(
             tick(0, 1)
             scores = fitted.scores(collection)
             confidence_models = [fit_confidence_model(at, seed=seed) for at in scores]
+            prefilters = [fit_prefilter(at, seed=seed) for at in scores]
             to_choose = [at.part("choose") for at in scores]
             choices = {
                 at_risk: choose(to_choose, at_risk, costs, n_layers)
@@ -181,11 +184,13 @@ def calibrate(
                 router=fitted.routers[index[layer]],
                 thresholds=thresholds,
                 confidence_model=confidence_models[index[layer]],
+                prefilter=prefilters[index[layer]],
             )
             for layer, thresholds in zip(chosen.layers, chosen.thresholds, strict=True)
         ],
         config=config,
         vocabulary=fitted.vocabulary,
+        candidates=fitted.candidates,
         table=fitted.table,
         record=record,
     )

@@ -25,20 +25,22 @@ class Scorer:
     Attributes:
         name: of the gate.
         score: the field of `Scores` that decides.
-        prefilter: whether the router rejects tokens first.
+        first_stage: what rejects tokens first, if anything.
     """
 
     name: str
     score: str
-    prefilter: bool = False
+    first_stage: str | None = None
 
 
 SCORERS = (
     Scorer("router", "router"),
     Scorer("top probability", "top_probability"),
-    Scorer("two stages", "top_probability", prefilter=True),
+    Scorer("two stages", "top_probability", "router"),
     Scorer("confidence model", "confidence"),
-    Scorer("router, then confidence model", "confidence", prefilter=True),
+    Scorer("router, then confidence model", "confidence", "router"),
+    Scorer("candidates", "prefilter"),
+    Scorer("candidates, then confidence model", "confidence", "prefilter"),
 )
 # Routers and confidence models are fitted to the trained heads, so only this one is fair to others.
 UNTRAINED = SCORERS[1:2]
@@ -89,11 +91,12 @@ def gate_table(
             }
             for risk in RISKS:
                 chosen = one_scorer(
-                    to_choose, scorer.score, risk, costs, n_layers, prefilter=scorer.prefilter
+                    to_choose, scorer.score, risk, costs, n_layers, first_stage=scorer.first_stage
                 )
                 found = follow([to_report], chosen.thresholds, costs, n_layers)
                 entry[str(risk)] = {
                     "exit_rate": found.exit_rate,
+                    "read_rate": found.read_rate,
                     "error_rate": found.error_rate,
                     "depth_saved": found.depth_saved,
                     "speedup": found.speedup,

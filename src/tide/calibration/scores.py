@@ -15,7 +15,8 @@ from torch import Tensor
 from tide.calibration.collect import Collection, Unit
 from tide.calibration.fit import read_out
 from tide.errors import DataError
-from tide.exits.confidence import FEATURES, gather_features
+from tide.exits.candidates import CandidateReadout
+from tide.exits.confidence import WITH_HEAD, gather_features
 from tide.exits.gate import note
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction, NGramPredictor
@@ -35,28 +36,39 @@ class Scores:
     Attributes:
         layer: the checkpoint.
         router: the router's probability.
+        prefilter: of the prefilter; `router` where there is none, or until it is fitted.
         top_probability: of the exit head.
         confidence: of the confidence model; `top_probability` until the model is fitted.
         correct: whether the exit head predicts the target token.
         features: inputs of the confidence model, `[tokens, size]`.
+        candidate_features: inputs of the prefilter, `[tokens, size]`; None if there is none.
         document: the document of each token.
     """
 
     layer: int
     router: np.ndarray
+    prefilter: np.ndarray
     top_probability: np.ndarray
     confidence: np.ndarray
     correct: np.ndarray
     features: Tensor
+    candidate_features: Tensor | None
     document: np.ndarray
+
+    @property
+    def first_stage(self) -> str:
+        """What may reject a token before the head is read: "prefilter", else "router"."""
+        return "router" if self.candidate_features is None else "prefilter"
 
     def part(self, name: str) -> Scores:
         """The tokens of the documents for `name`, one of `PARTS`."""
         inside = in_part(self.document, name)
-        arrays = ("router", "top_probability", "confidence", "correct", "document")
+        arrays = ("router", "prefilter", "top_probability", "confidence", "correct", "document")
+        some, of_candidates = torch.from_numpy(inside), self.candidate_features
         return replace(
             self,
-            features=self.features[torch.from_numpy(inside)],
+            features=self.features[some],
+            candidate_features=None if of_candidates is None else of_candidates[some],
             **{array: getattr(self, array)[inside] for array in arrays},
         )
 
@@ -96,11 +108,13 @@ def observe(
     heads: Sequence[ExitHead],
     routers: Sequence[TokenRouter],
     table: ContinuationTable | None,
+    candidates: CandidateReadout | None = None,
 ) -> list[Scores]:
     """The scores of every checkpoint on the tuning split.
 
     Args:
         heads: as they are served.
+        candidates: that prefilters read; None for no prefilters.
     """
     pieces: list[list[dict[str, Tensor]]] = [[] for _ in heads]
     for unit in collection.units("tuning"):
@@ -113,15 +127,17 @@ def observe(
                 index, tops = top_of(logits, scores=True)
                 predicted = readout.tokens(index)
                 router_logits = router.logit(unit.states[i, here].float()).to(logits.device)
+                ngrams = predictions[here].to(logits.device)
                 piece = {
                     "router": router_logits.sigmoid(),
                     "top_probability": tops[:, 0].exp(),
                     "correct": predicted.cpu() == unit.top_tokens[here, 0],
-                    "features": gather_features(
-                        tuple(FEATURES), tops, predicted, router_logits,
-                        predictions[here].to(logits.device),
-                    ),
-                }  # fmt: skip
+                    "features": gather_features(WITH_HEAD, tops, predicted, router_logits, ngrams),
+                }
+                if candidates is not None:
+                    states = unit.states[i, here].to(readout.device, readout.dtype)
+                    normed = readout.norm(head.transform(states))
+                    piece["candidate_features"] = candidates.features(normed, ngrams)
                 pieces[i].append({name: values.cpu() for name, values in piece.items()})
     document = np.concatenate(tuning_documents(collection))
     found = []
@@ -132,10 +148,12 @@ def observe(
             Scores(
                 layer=layer,
                 router=whole["router"].numpy(),
+                prefilter=whole["router"].numpy(),
                 top_probability=top,
                 confidence=top,
                 correct=whole["correct"].numpy(),
                 features=whole["features"],
+                candidate_features=whole.get("candidate_features"),
                 document=document,
             )
         )

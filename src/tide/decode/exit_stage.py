@@ -13,7 +13,7 @@ from tide.decode.host import to_host
 from tide.decode.sampler import At, Sampler
 from tide.decode.schedule import Pass, run_pass
 from tide.decode.sequence import ExitRecord, SequenceState
-from tide.exits.artifact import Checkpoint
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.gate import ExitGate
 from tide.exits.heads import Readout, TargetHead
 from tide.exits.ngrams import NGramPrediction, NGramPredictor

@@ -12,7 +12,9 @@ from tide.config import TIDEConfig
 from tide.decode.exit_stage import Exits
 from tide.decode.recycled import SuccessorHead
 from tide.errors import ArtifactError, ConfigError
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.candidates import candidate_readout
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.gate import ExitGate, OpenGate
 from tide.exits.heads import Readout, TargetHead
 from tide.exits.policy import ScriptedPolicy
@@ -72,7 +74,8 @@ def make_exits(
         wanted = [_thresholds(c, config, threshold_scale) for c in checkpoints]
         kept = [(c, w) for c, w in zip(checkpoints, wanted, strict=True) if not w.unreachable]
         checkpoints = [checkpoint for checkpoint, _ in kept]
-        gates = [ExitGate(c.head, readout, w, c.router, c.confidence_model) for c, w in kept]
+        candidates = candidate_readout(readout, artifact.candidates)
+        gates = [ExitGate.of(c, readout, w, candidates) for c, w in kept]
     else:
         gates = [OpenGate(c.head, readout) for c in checkpoints]
     for checkpoint in checkpoints:

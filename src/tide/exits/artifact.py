@@ -13,48 +13,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tide.config import EXIT_STRATEGIES, TIDEConfig
+from tide.config import TIDEConfig
 from tide.errors import ArtifactError
 from tide.exits import files
 from tide.exits.card import model_card
 from tide.exits.certificate import Certificate
-from tide.exits.confidence import ConfidenceModel
-from tide.exits.heads import ExitHead
-from tide.exits.routers import TokenRouter
-from tide.exits.thresholds import Thresholds
+from tide.exits.checkpoint import Checkpoint, read_checkpoint, require_keys
 from tide.models.fingerprint import Fingerprint
 
-SCHEMA = 2
+SCHEMA = 3
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclass
-class Checkpoint:
-    """One exit: the layer after which it sits (from 0), its head, and its gate.
-
-    Attributes:
-        layer: tokens may exit after it.
-        head: from the state there to logits.
-        router: the prefilter; None if there is none.
-        thresholds: of the gate.
-        confidence_model: of the gate; None if there is none.
-    """
-
-    layer: int
-    head: ExitHead
-    router: TokenRouter | None = None
-    thresholds: Thresholds = field(default_factory=Thresholds)
-    confidence_model: ConfidenceModel | None = None
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move it to where it is evaluated; only the head takes the model's dtype."""
-        self.head.to(device, dtype)
-        for scorer in (self.router, self.confidence_model):
-            if scorer is not None:
-                scorer.to(device)
 
 
 @dataclass
@@ -67,6 +37,7 @@ class Artifact:
         checkpoints: the exits, by depth; may be empty.
         config: the settings it was made with.
         vocabulary: token ids that the exit heads read, `[v]`; None for all.
+        candidates: token ids that prefilters read, `[c]`; None if there are none.
         table: tensors of the draft table; empty for none.
         record: how it was made, for people and for `tide report`; not read by the engine.
         certificates: which risks hold, and under which conditions.
@@ -80,6 +51,7 @@ class Artifact:
     table: dict[str, Tensor] = field(default_factory=dict)
     record: dict[str, Any] = field(default_factory=dict)
     certificates: list[Certificate] = field(default_factory=list)
+    candidates: Tensor | None = None
 
     @property
     def exits(self) -> str:
@@ -186,36 +158,22 @@ class Artifact:
             "fingerprint": self.fingerprint.to_dict(),
             "hidden_size": self.hidden_size,
             "config": self.config.to_dict(),
-            "checkpoints": [
-                {
-                    "layer": checkpoint.layer,
-                    "strategy": checkpoint.head.strategy,
-                    "router": None
-                    if checkpoint.router is None
-                    else {"bottleneck": checkpoint.router.up.in_features},
-                    "thresholds": asdict(checkpoint.thresholds),
-                    "confidence_model": None
-                    if checkpoint.confidence_model is None
-                    else {"features": list(checkpoint.confidence_model.features)},
-                }
-                for checkpoint in self.checkpoints
-            ],
+            "checkpoints": [checkpoint.header() for checkpoint in self.checkpoints],
             "table": sorted(self.table),
-            "vocabulary": None if self.vocabulary is None else len(self.vocabulary),
+            **{name: None if ids is None else len(ids) for name, ids in self._token_lists()},
             "record": self.record,
             "certificates": [certificate.to_dict() for certificate in self.certificates],
         }
 
+    def _token_lists(self) -> tuple[tuple[str, Tensor | None], ...]:
+        return ("vocabulary", self.vocabulary), ("candidates", self.candidates)
+
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {f"table.{name}": tensor for name, tensor in self.table.items()}
-        if self.vocabulary is not None:
-            tensors["vocabulary"] = self.vocabulary
+        tensors |= {name: ids for name, ids in self._token_lists() if ids is not None}
         for i, checkpoint in enumerate(self.checkpoints):
-            for part in ("head", "router", "confidence_model"):
-                module = getattr(checkpoint, part)
-                if module is not None:
-                    for name, tensor in module.state_dict().items():
-                        tensors[f"checkpoints.{i}.{part}.{name}"] = tensor
+            for name, tensor in checkpoint.tensors().items():
+                tensors[f"checkpoints.{i}.{name}"] = tensor
         return {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
 
     @classmethod
@@ -224,14 +182,17 @@ class Artifact:
             raise ValueError(
                 f"it has schema {header.get('schema')}, and this version reads {SCHEMA}"
             )
-        _keys(header, _HEADER_KEYS, "the artifact")
+        require_keys(header, _HEADER_KEYS, "the artifact")
         hidden_size, tensors = int(header["hidden_size"]), dict(tensors)
         checkpoints = [
-            _checkpoint(i, entry, hidden_size, tensors)
+            read_checkpoint(i, entry, hidden_size, tensors)
             for i, entry in enumerate(header["checkpoints"])
         ]
         table = {name: tensors.pop(f"table.{name}") for name in header["table"]}
-        vocabulary = tensors.pop("vocabulary") if header["vocabulary"] is not None else None
+        vocabulary, candidates = (
+            tensors.pop(name) if header[name] is not None else None
+            for name in ("vocabulary", "candidates")
+        )
         if tensors:
             raise ValueError(f"unknown tensors {sorted(tensors)}")
         return cls(
@@ -243,46 +204,11 @@ class Artifact:
             table,
             header["record"],
             [Certificate.from_dict(entry) for entry in header["certificates"]],
+            candidates,
         )
 
 
 _HEADER_KEYS = {
     "schema", "fingerprint", "hidden_size", "config", "checkpoints", "table", "vocabulary",
-    "record", "certificates",
+    "candidates", "record", "certificates",
 }  # fmt: skip
-
-
-def _checkpoint(
-    number: int, entry: Any, hidden_size: int, tensors: dict[str, Tensor]
-) -> Checkpoint:
-    """The checkpoint that an entry of the header describes; takes its tensors out of `tensors`."""
-    where = f"checkpoint {number}"
-    _keys(entry, {"layer", "strategy", "router", "thresholds", "confidence_model"}, where)
-    _keys(entry["thresholds"], set(Thresholds.__match_args__), f"the thresholds of {where}")
-    if entry["strategy"] not in EXIT_STRATEGIES:
-        raise ValueError(f"unknown exit strategy {entry['strategy']!r} at {where}")
-    head = ExitHead(entry["strategy"], hidden_size)
-    router = model = None
-    if entry["router"] is not None:
-        _keys(entry["router"], {"bottleneck"}, f"the router of {where}")
-        router = TokenRouter(hidden_size, int(entry["router"]["bottleneck"]))
-    if entry["confidence_model"] is not None:
-        _keys(entry["confidence_model"], {"features"}, f"the confidence model of {where}")
-        model = ConfidenceModel(tuple(entry["confidence_model"]["features"]))
-    for part, module in (("head", head), ("router", router), ("confidence_model", model)):
-        if module is not None:
-            prefix = f"checkpoints.{number}.{part}."
-            names = [name for name in tensors if name.startswith(prefix)]
-            state = {name.removeprefix(prefix): tensors.pop(name) for name in names}
-            module.load_state_dict(state)  # strict: raises on a missing or unknown tensor
-            module.to(next(iter(state.values())).dtype if state else torch.float32)
-            module.requires_grad_(False)
-    return Checkpoint(int(entry["layer"]), head, router, Thresholds(**entry["thresholds"]), model)
-
-
-def _keys(entry: Any, allowed: set[str], what: str) -> None:
-    if not isinstance(entry, Mapping):
-        raise TypeError(f"{what} is a {type(entry).__name__}, not an object")
-    if set(entry) != allowed:
-        unknown, missing = sorted(set(entry) - allowed), sorted(allowed - set(entry))
-        raise ValueError(f"{what} has unknown keys {unknown} and lacks {missing}")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 # What a confidence model may look at, and how many numbers each gives.
-FEATURES = {"head": 2, "router": 1, "context": 3, "table": 2}
+FEATURES = {"head": 2, "router": 1, "context": 3, "table": 2, "candidates": 7}
+WITH_HEAD = ("head", "router", "context", "table")  # once the exit head is read
 
 
 class ConfidenceModel(nn.Module):
@@ -24,7 +25,7 @@ class ConfidenceModel(nn.Module):
         width: size of its hidden layer.
     """
 
-    def __init__(self, features: tuple[str, ...] = tuple(FEATURES), width: int = 16) -> None:
+    def __init__(self, features: tuple[str, ...] = WITH_HEAD, width: int = 16) -> None:
         super().__init__()
         unknown = [name for name in features if name not in FEATURES]
         if unknown:
@@ -60,22 +61,22 @@ def gather_features(
         router: the router's logits, `[n]`; None if there is no router.
         ngrams: what n-grams predict, `[n, 4]`: an `NGramPrediction`, its chance in 255ths.
     """
-    context, matched, table, chance = ngrams.unbind(-1)
-    parts: list[Tensor] = []
+    parts: list[Tensor] = []  # [n, numbers of the feature] each
     if "head" in names:
-        surest = tops[:, 0].clamp_max(-1e-6)
-        parts.append((surest - torch.log(-torch.expm1(surest))).clamp(-10, 10))
-        parts.append((tops[:, 0] - tops[:, 1]).clamp_max(10))
+        surest, second = tops.float().unbind(-1)
+        surest = surest.clamp_max(-1e-6)
+        chances = surest - torch.log(-torch.expm1(surest))
+        parts.append(torch.stack([chances.clamp(-10, 10), (surest - second).clamp_max(10)], -1))
     if "router" in names:
-        parts.append(torch.zeros_like(tops[:, 0]) if router is None else router.float())
+        parts.append(tops.new_zeros(len(tops), 1) if router is None else router.float()[:, None])
+    if "context" in names or "table" in names:
+        others = ngrams[:, ::2]  # of context and table
+        # 1 where a prediction agrees, -1 where not, 0 where there is none.
+        votes = (2.0 * (tokens[:, None] == others) - 1) * (others >= 0)
     if "context" in names:
-        parts += [_vote(tokens, context) * (matched == n) for n in (3, 2, 1)]
+        orders = torch.arange(3, 0, -1, device=ngrams.device)
+        parts.append(votes[:, :1] * (ngrams[:, 1:2] == orders))
     if "table" in names:
-        vote, chances = _vote(tokens, table), chance / 255
-        parts += [vote.clamp_min(0) * chances, (-vote).clamp_min(0) * chances]
-    return torch.stack(parts, dim=-1)
-
-
-def _vote(tokens: Tensor, others: Tensor) -> Tensor:
-    """1 where two predictions agree, -1 where not, 0 where there is no other."""
-    return torch.where(others < 0, 0.0, torch.where(tokens == others, 1.0, -1.0))
+        signed = votes[:, 1:] * (ngrams[:, 3:] / 255)
+        parts.append(torch.cat([signed.clamp_min(0), (-signed).clamp_min(0)], -1))
+    return torch.cat(parts, dim=-1)

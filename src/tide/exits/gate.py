@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
+from tide.exits.candidates import CandidateReadout
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.confidence import ConfidenceModel, gather_features
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
@@ -43,14 +46,31 @@ class DecisionBatch(NamedTuple):
         return torch.stack([self.exits.float(), self.tokens.float(), self.scores.float()], -1)
 
 
+class Prefilter(nn.Module):
+    """Rejects tokens by their candidates, before the exit head is read.
+
+    Args:
+        model: from the feature "candidates" to the chance that the exit is correct.
+        candidates: reads them.
+    """
+
+    def __init__(self, model: ConfidenceModel, candidates: CandidateReadout) -> None:
+        super().__init__()
+        self.model, self.candidates = model, candidates
+
+    def forward(self, states: Tensor, ngrams: Tensor) -> Tensor:
+        """The chance, `[n]`; takes normed states, `[n, hidden]`, as the exit head reads them."""
+        return self.model(self.candidates.features(states, ngrams).to(self.model.mean))
+
+
 class ExitGate(nn.Module):
-    """The gate in stages: a logit-free router first; the exit head only for tokens that pass it.
+    """The gate in stages: what is cheap first, and the exit head only for tokens that pass it.
 
     Args:
         head: of the checkpoint.
         readout: from its states to tokens; None if nobody wants to know the tokens.
         thresholds: a token exits if it passes all that are set.
-        router, confidence_model: None where there is none.
+        router, confidence_model, prefilter: None where there is none.
     """
 
     def __init__(
@@ -60,22 +80,41 @@ class ExitGate(nn.Module):
         thresholds: Thresholds,
         router: TokenRouter | None = None,
         confidence_model: ConfidenceModel | None = None,
+        prefilter: Prefilter | None = None,
     ) -> None:
         super().__init__()
-        for part, module in (("router", router), ("confidence", confidence_model)):
+        for part, what, module in (
+            ("router", "router", router),
+            ("confidence", "confidence model", confidence_model),
+            ("prefilter", "prefilter", prefilter),
+        ):
             if module is None and getattr(thresholds, part) is not None:
-                what = {"router": "router", "confidence": "confidence model"}[part]
                 raise ValueError(f"there is a {part} threshold but no {what}")
         self.head, self.readout, self.thresholds = head, readout, thresholds
         self.confidence_model = confidence_model if thresholds.confidence is not None else None
+        self.prefilter = prefilter if thresholds.prefilter is not None else None
         wants_router = thresholds.router is not None or self.confidence_model is not None
         self.router = router if wants_router else None
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        readout: Readout,
+        thresholds: Thresholds,
+        candidates: CandidateReadout | None,
+    ) -> ExitGate:
+        """The gate of an artifact's checkpoint, with these thresholds."""
+        c, prefilter = checkpoint, None
+        if c.prefilter is not None and candidates is not None:
+            prefilter = Prefilter(c.prefilter, candidates)
+        return cls(c.head, readout, thresholds, c.router, c.confidence_model, prefilter)
 
     @property
     def wants_ngrams(self) -> bool:
         """Whether n-gram predictions count."""
         features = self.confidence_model.features if self.confidence_model is not None else ()
-        return "context" in features or "table" in features
+        return self.prefilter is not None or "context" in features or "table" in features
 
     def note(self, predict: Callable[[], NGramPrediction]) -> tuple[int, ...]:
         """What this gate is to be told of a token that may exit; n-grams only if they count."""
@@ -97,23 +136,30 @@ class ExitGate(nn.Module):
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
         """Decide for tokens, `[n, hidden]` and `[n, NOTES]`."""
-        wanted = self.thresholds
+        wanted, ngrams = self.thresholds, notes[:, 1:]
         exits = notes[:, 0] != 0
         scores = torch.full_like(states[:, 0], torch.nan, dtype=torch.float32)
+        normed: Tensor | None = None
+        if self.readout is not None:
+            normed = self.readout.norm(self.head.transform(states))
+        if self.prefilter is not None and wanted.prefilter is not None and normed is not None:
+            scores = self.prefilter(normed, ngrams).to(scores)
+            exits = exits & (scores >= wanted.prefilter)
+            # Compiled, the head itself is skipped, but not what is around it.
+            if states.device.type == "cpu" and not is_compiling() and not exits.any():
+                return DecisionBatch(exits, torch.zeros_like(notes[:, 0]), scores)
         routed: Tensor | None = None
         if self.router is not None:
             routed = self.router.logit(states.to(self.router.up.weight)).float().to(exits.device)
             if wanted.router is not None:
                 scores = routed.sigmoid()
                 exits = exits & (scores >= wanted.router)
-        if self.readout is None:
+        if self.readout is None or normed is None:
             return DecisionBatch(exits, torch.zeros_like(notes[:, 0]), scores)
-        tokens, tops = self.readout.top(self.head.transform(states), exits)
+        tokens, tops = self.readout.top_of_normed(normed, exits)
         tokens, tops = tokens.to(exits.device), tops.to(exits.device)  # the head may be elsewhere
         if self.confidence_model is not None and wanted.confidence is not None:
-            features = gather_features(
-                self.confidence_model.features, tops, tokens, routed, notes[:, 1:]
-            )
+            features = gather_features(self.confidence_model.features, tops, tokens, routed, ngrams)
             confidence = self.confidence_model(features.to(self.confidence_model.mean))
             scores = torch.where(exits, confidence.to(scores), scores)
             exits = exits & (scores >= wanted.confidence)

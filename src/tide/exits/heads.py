@@ -66,7 +66,13 @@ class Readout:
             wanted: boolean, `[n]`: of which of them.
             scores: whether log-probabilities are wanted.
         """
-        states, (weight, bias) = self.norm(hidden), self._linear_head()
+        return self.top_of_normed(self.norm(hidden), wanted, scores=scores)
+
+    def top_of_normed(
+        self, states: Tensor, wanted: Tensor, *, scores: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The same from states that are normed, `[n, hidden]`."""
+        weight, bias = self.linear_head()
         if weight is None:
             index, tops = top_of(scale_logits(self.config, self.head(states)), scores)
         else:
@@ -75,7 +81,7 @@ class Readout:
             index, tops = top_token(states, wanted, weight, bias, *scales, scores)
         return self.tokens(index), tops
 
-    def _linear_head(self) -> tuple[Tensor | None, Tensor | None]:
+    def linear_head(self) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of a head that is nothing but a linear map; None of any other."""
         if self._weight is not None:
             return self._weight, self._bias

@@ -10,14 +10,16 @@ class Thresholds:
     """Thresholds of one checkpoint; a token exits if it passes all that are set.
 
     Attributes:
-        router: least confidence of the router, the prefilter, which needs no logits.
+        router: least confidence of the router, which needs no logits.
         top_probability: least top probability of the exit head.
         confidence: least probability of being correct that the confidence model gives the token.
+        prefilter: least probability of being correct by its candidates, for the head to be read.
     """
 
     router: float | None = None
     top_probability: float | None = None
     confidence: float | None = None
+    prefilter: float | None = None
 
     def scaled(self, threshold_scale: float) -> Thresholds:
         """More or less aggressive: the tolerated chance of an error, times `threshold_scale`.

@@ -20,7 +20,8 @@ from vllm.distributed import (
 from vllm.forward_context import ForwardContext
 
 from tide.errors import ArtifactError, UnsupportedModelError
-from tide.exits.artifact import Checkpoint
+from tide.exits.candidates import candidate_readout
+from tide.exits.checkpoint import Checkpoint
 from tide.exits.gate import ExitGate, OpenGate
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
@@ -78,10 +79,9 @@ class Gates:
         if made.vocabulary is not None:
             head.weight = None  # the readout has copied the part that it needs
         self._table = ContinuationTable(made.table) if made.table else None
+        candidates = candidate_readout(self._readout, made.candidates)
         self.gates = [
-            ExitGate(
-                c.head, self._readout, c.thresholds.scaled(scale), c.router, c.confidence_model
-            )
+            ExitGate.of(c, self._readout, c.thresholds.scaled(scale), candidates)
             for c in self.checkpoints
         ]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tide.errors import ArtifactError, CertificateError, ConfigError, UnsupportedModelError
-from tide.exits.artifact import Artifact, Checkpoint
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
 from tide.models.fingerprint import config_hash, dtype_name
 from tide.risk import REACTIONS, CertificateQuery, find_certificate
 from tide.vllm import ARCHITECTURES, require_version
