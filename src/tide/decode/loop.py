@@ -8,7 +8,6 @@ final. Where no gate is evaluated, one pass runs through to full depth.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 from tide.decode.batch import BatchState
@@ -48,6 +47,7 @@ class DecodeLoop:
     ) -> None:
         self.runner, self.config = machinery.runner, machinery.config
         self.drafter, self.exits = machinery.drafter, machinery.exits
+        self.clock = machinery.clock
         self.batch, self.mode, self.verifier = batch, mode, verifier
         self.sampler: Sampler = verifier.sampler
         self.stats: ExitStats = verifier.stats
@@ -66,7 +66,7 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Give every sequence at least one token, or a draft of one."""
-        began, batch = time.perf_counter(), self.batch
+        began, batch = self.clock(), self.batch
         self.mode.start_step(batch)
         self.drafter.propose(batch, self.sources)
         segment = 0
@@ -75,7 +75,7 @@ class DecodeLoop:
             segment = work.last
             if segment == batch.last:
                 self.verifier.run(batch, work)
-                self.drafter.costs.add(batch, work.longest, time.perf_counter() - began)
+                self.drafter.costs.add(batch, work.longest, self.clock() - began)
                 self.mode.reached_full_depth(batch)
                 break
             self.run_to_gate(work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -28,6 +29,7 @@ class Machinery:
         drafter: remembers between calls.
         recycled: what full depth predicted lately, where calls share it.
         costs: by sequences of a batch, what passes cost here; see `measure_passes`.
+        clock: by which steps are timed.
     """
 
     runner: DepthRunner
@@ -36,6 +38,7 @@ class Machinery:
     drafter: Drafter
     recycled: RecycledPredictions = field(default_factory=RecycledPredictions)
     costs: dict[int, dict[int, list[float]]] = field(default_factory=dict)
+    clock: Callable[[], float] = time.perf_counter
 
     def prepare(self, sequences: int) -> None:
         """Compile what a batch needs, if it is to be compiled, and time it if drafts may pay.

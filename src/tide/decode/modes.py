@@ -7,7 +7,7 @@ full depth verifies.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tide.decode.batch import BatchState
@@ -114,17 +114,24 @@ class Lossless(Off):
     Args:
         drafter: keeps the comparison.
         exit_drafts: whether exit heads may draft at all.
+        clock: by which cycles are compared.
     """
 
-    def __init__(self, drafter: Drafter, *, exit_drafts: bool) -> None:
-        self._drafter, self._may_draft = drafter, exit_drafts
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        exit_drafts: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._drafter, self._may_draft, self._clock = drafter, exit_drafts, clock
         self._cycle: tuple[float, int] | None = None  # when it began, tokens committed then
         self._drafts = False
 
     def start_step(self, batch: BatchState) -> None:
         """Start a cycle after a deep pass."""
         if self._cycle is None:
-            self._cycle = time.perf_counter(), batch.committed
+            self._cycle = self._clock(), batch.committed
             self._drafts = self._may_draft and (
                 self._drafter.fixed or self._drafter.exit_drafts.choose()
             )
@@ -163,7 +170,7 @@ class Lossless(Off):
         others = sum(s.accepted for s in batch.sequences if s.draft_type not in (None, "exit"))
         tokens = batch.committed - committed - others
         if self._may_draft:
-            seconds = time.perf_counter() - began
+            seconds = self._clock() - began
             self._drafter.exit_drafts.record(self._drafts, tokens, seconds)
         self._cycle = None
 

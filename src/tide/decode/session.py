@@ -94,7 +94,7 @@ class DecodeSession:
         self._loop = DecodeLoop(
             machinery,
             batch,
-            _mode(machinery),
+            mode_of(machinery),
             Verifier(
                 runner,
                 machinery.exits.target_head,
@@ -103,7 +103,7 @@ class DecodeSession:
                 audits=config.kv_cache_strategy == "deferred",
                 recycled=recycled,
             ),
-            _sources(machinery, self.sequences, recycled),
+            sources_of(machinery, self.sequences, recycled),
             Listener(self._output.stream, on_finished),
         )
 
@@ -153,13 +153,14 @@ def in_order(machinery: Machinery, processors: Sequence[Any]) -> Machinery:
     return machinery.at_full_depth("off")
 
 
-def _mode(machinery: Machinery) -> Mode:
+def mode_of(machinery: Machinery) -> Mode:
+    """The mode in which a call decodes."""
     config = machinery.config
     if config.mode == "exit":
         return Exit()
     if config.mode == "lossless":
         drafts = "exit" in config.drafts and bool(machinery.exits.checkpoints)
-        return Lossless(machinery.drafter, exit_drafts=drafts)
+        return Lossless(machinery.drafter, exit_drafts=drafts, clock=machinery.clock)
     return Off()
 
 
@@ -173,10 +174,10 @@ def _recycled(
     return {s.index: machinery.recycled if share else RecycledPredictions() for s in sequences}
 
 
-def _sources(
+def sources_of(
     machinery: Machinery,
     sequences: Sequence[SequenceState],
-    recycled: Mapping[int, RecycledPredictions] | None,
+    recycled: Mapping[int, RecycledPredictions] | None = None,
 ) -> Mapping[int, Sequence[DraftSource] | TreeSource]:
     """Draft sources by index of a sequence.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -79,6 +81,73 @@ def measure_passes(
         length: [statistics.median(times) for times in zip(*some, strict=True)]
         for length, some in repeats.items()
     }
+
+
+@dataclass(frozen=True)
+class LoopCosts:
+    """What the passes of the decode loop cost here, for one size of batch.
+
+    Seconds by new tokens of each sequence.
+
+    Attributes:
+        sequences: of the batch.
+        whole: a pass through all layers, and the head.
+        layer: each layer of a pass.
+        start: a pass to a checkpoint beside its layers, with a gate that reads no exit head.
+        read: an exit head, by tokens of all sequences; 0 where it is read for all anyway.
+    """
+
+    sequences: int
+    whole: dict[int, float]
+    layer: dict[int, float]
+    start: dict[int, float]
+    read: dict[int, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LoopCosts:
+        """From JSON, whose keys are text."""
+        return cls(
+            values["sequences"],
+            *(
+                {int(n): s for n, s in values[name].items()}
+                for name in ("whole", "layer", "start", "read")
+            ),
+        )
+
+
+def measure_loop(
+    runner: DepthRunner,
+    stages: Sequence[tuple[tuple[int, int], Then | None]],
+    read: Callable[[int], Any] | None,
+    sequences: int = 1,
+    *,
+    lengths: Sequence[int] = (*LENGTHS, 16),
+) -> LoopCosts:
+    """Measure what passes cost.
+
+    Args:
+        stages: at least two, as `measure_passes` takes them, the last with the head.
+        read: reads an exit head for some tokens; None where that is part of the stages.
+    """
+    (lo, n), target_head = stages[-1]
+    wanted = [False] * (len(stages) - 1)
+    some = measure_passes(runner, stages, sequences, lengths=lengths, wanted=[*wanted, True])
+    through = measure_passes(runner, [((0, n), target_head)], sequences, lengths=lengths)
+    whole, layer, start = {}, {}, {}
+    for length in lengths:
+        (whole[length],), (*others, last) = through[length], some[length]
+        # What the last stage does not run is what it is faster by; never all of it.
+        layer[length] = min(max(whole[length] - last, 0.0) / lo, whole[length] / n)
+        rest = [s - (b - a) * layer[length] for ((a, b), _), s in zip(stages, others, strict=False)]
+        start[length] = max(0.0, statistics.mean(rest))
+    parts: dict[int, Callable[[], Any]] = {}
+    if read is not None:
+        parts = {m: partial(read, m) for m in lengths}
+    return LoopCosts(sequences, whole, layer, start, medians(parts) or dict.fromkeys(lengths, 0.0))
 
 
 def medians(parts: dict[_Name, Callable[[], Any]], *, repeats: int = 10) -> dict[_Name, float]:

@@ -1,0 +1,100 @@
+"""The recording: held-out answers, and how sure the checkpoints were of each of their tokens.
+
+It tells how fast exits and drafts would be, on any device and with any thresholds. No model inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tide.exits.thresholds import Thresholds
+
+
+@dataclass
+class Recording:
+    """Answers, and scores at the positions from which their tokens were predicted.
+
+    Attributes:
+        n_layers: of the model.
+        layers: the checkpoints.
+        tokens: prompt and answer of each document.
+        prompts: length of each prompt.
+        scores: by name of a threshold ("router", "prefilter", "confidence"), at each checkpoint,
+            `[checkpoints, positions]`; positions of all documents one after the other.
+        correct: whether an exit there would be, `[checkpoints, positions]`.
+    """
+
+    n_layers: int
+    layers: tuple[int, ...]
+    tokens: list[list[int]]
+    prompts: list[int]
+    scores: dict[str, np.ndarray]
+    correct: np.ndarray
+
+    def decide(
+        self, layers: Sequence[int], thresholds: Sequence[Thresholds]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where heads are read and where tokens exit, at some of the checkpoints.
+
+        Returns:
+            Two boolean arrays, `[checkpoints in use, positions]`.
+        """
+        shape = (len(layers), self.correct.shape[1])
+        reads, exits = np.ones(shape, bool), np.ones(shape, bool)
+        for k, (layer, limit) in enumerate(zip(layers, thresholds, strict=True)):
+            at = self.layers.index(layer)
+            for name, found in (("router", reads), ("prefilter", reads), ("confidence", exits)):
+                if (least := getattr(limit, name)) is not None:
+                    found[k] &= self.scores[name][at] >= least
+        return reads, exits & reads
+
+    def first(self, positions: int) -> Recording:
+        """As many of the documents, from the first on, as have so many positions; at least one."""
+        ends = np.cumsum([len(t) - p for t, p in zip(self.tokens, self.prompts, strict=True)])
+        count = max(1, int(np.searchsorted(ends, positions, "right")))
+        here = slice(0, int(ends[count - 1]))
+        return Recording(
+            self.n_layers, self.layers, self.tokens[:count], self.prompts[:count],
+            {name: values[:, here] for name, values in self.scores.items()}, self.correct[:, here],
+        )  # fmt: skip
+
+    def only(self, layers: Sequence[int]) -> Recording:
+        """The same for some of the checkpoints."""
+        at = [self.layers.index(layer) for layer in layers]
+        scores = {name: values[at] for name, values in self.scores.items()}
+        kept = tuple(layers)
+        return Recording(self.n_layers, kept, self.tokens, self.prompts, scores, self.correct[at])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As tensors, to be kept in an artifact."""
+        lengths = [len(tokens) for tokens in self.tokens]
+        return {
+            "layers": torch.tensor([self.n_layers, *self.layers]),
+            "tokens": torch.tensor([t for tokens in self.tokens for t in tokens]).int(),
+            "lengths": torch.tensor(lengths),
+            "prompts": torch.tensor(self.prompts),
+            "correct": torch.from_numpy(self.correct),
+            **{f"score_{n}": torch.from_numpy(v).half() for n, v in self.scores.items()},
+        }
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Recording:
+        """From tensors."""
+        n_layers, *layers = tensors["layers"].tolist()
+        whole = tensors["tokens"].tolist()
+        ends = tensors["lengths"].cumsum(0).tolist()
+        begins = [0, *ends[:-1]]
+        scores = {
+            name.removeprefix("score_"): values.float().numpy()
+            for name, values in tensors.items()
+            if name.startswith("score_")
+        }
+        return cls(
+            n_layers, tuple(layers), [whole[a:b] for a, b in zip(begins, ends, strict=True)],
+            tensors["prompts"].tolist(), scores, tensors["correct"].numpy(),
+        )  # fmt: skip

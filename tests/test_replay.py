@@ -1,0 +1,113 @@
+"""The replay of the decode loop over recorded answers, and what is decided by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tide.calibration.table import build_table
+from tide.config import TIDEConfig
+from tide.decode.replay import Expected, Setting, replay
+from tide.exits.recording import Recording
+from tide.exits.table import ContinuationTable
+from tide.exits.thresholds import Thresholds
+from tide.models.costs import LoopCosts
+
+SIZES = (1, 2, 4, 8, 16)
+# A layer costs 1 for one token and a tenth more for each further one; the head 2, a gate 0.5.
+COSTS = LoopCosts(
+    1,
+    {n: 4 * (1 + (n - 1) / 10) + 2 for n in SIZES},
+    {n: 1 + (n - 1) / 10 for n in SIZES},
+    dict.fromkeys(SIZES, 0.5),
+    dict.fromkeys(SIZES, 0.25),
+)
+PROMPT, ANSWER = [1, 2, 3], list(range(10, 50))
+EXIT = TIDEConfig(exit_threshold=None, drafts=(), min_layers=0)
+HALF = Thresholds(prefilter=0.5, confidence=0.5)
+
+
+def recorded(documents: int = 1, answer: list[int] = ANSWER) -> Recording:
+    """Answers in which every second token may exit, at one of two checkpoints; one is wrong."""
+    n = documents * len(answer)
+    even = (np.arange(n) % 2 == 0).astype(np.float32)
+    correct = np.ones((2, n), bool)
+    correct[0, 2] = False
+    scores = {"router": np.ones((2, n)), "prefilter": np.ones((2, n)), "confidence": None}
+    scores["confidence"] = np.stack([even, even])
+    return Recording(4, (0, 1), [PROMPT + answer] * documents, [3] * documents, scores, correct)  # type: ignore[arg-type]
+
+
+def run(setting: Setting, made: Recording | None = None, *costs: LoopCosts) -> Expected:
+    table = ContinuationTable(build_table([[7, 7]], 100))
+    return replay(made or recorded(), setting, costs or [COSTS], table, clock=lambda: 0.0)
+
+
+def test_full_depth_takes_one_pass_for_each_token() -> None:
+    found = run(Setting(TIDEConfig(mode="off")))
+    # The prompt gives the first token.
+    assert (found.tokens, found.exit_rate) == (40, 0)
+    assert found.seconds == pytest.approx(39 * 6)
+
+
+def test_exits_take_the_passes_that_the_loop_runs() -> None:
+    found = run(Setting(EXIT, (1,), (HALF,)))
+    # Positions count from the last token of the prompt, which is at full depth. Of the 39 others,
+    # those at even places exit: one pass to the gate each. The odd ones take the same pass, and
+    # then one through the upper half together with the one that waits.
+    to_gate, upper_two, upper_one = 0.5 + 2 + 0.25, 4 * 1.1 + 2 - 2 * 1.1, 4 + 2 - 2
+    assert found.exit_rate == pytest.approx(19 / 40)
+    assert found.seconds == pytest.approx(39 * to_gate + upper_one + 19 * upper_two)
+    assert found.error_rate == 0
+    # A gate that rejects a token by its candidates reads no head.
+    made = recorded()
+    made.scores["prefilter"] = made.scores["confidence"]
+    unread = run(Setting(EXIT, (1,), (HALF,)), made)
+    assert unread.seconds == pytest.approx(found.seconds - 20 * 0.25)
+    assert run(Setting(EXIT, (0,), (HALF,))).error_rate == pytest.approx(1 / 40)
+
+
+def test_drafts_are_the_loops_own() -> None:
+    repeated = recorded(2, [5, 6, 7, 8] * 10)
+    lossless = run(
+        Setting(TIDEConfig(mode="lossless", drafts=("context",)), (1,), (HALF,)), repeated
+    )
+    off = run(Setting(TIDEConfig(mode="off")), repeated)
+    assert lossless.tokens == off.tokens == 80 and lossless.tokens_per_pass > 2
+    assert lossless.seconds < 0.7 * off.seconds
+    both = run(Setting(replace(EXIT, drafts=("context",)), (1,), (HALF,)), repeated)
+    assert both.exit_rate > 0 and both.seconds < off.seconds
+    # A table predicts what it was made from.
+    table = ContinuationTable(build_table([ANSWER], 100))
+    drafted = replay(recorded(), Setting(TIDEConfig(mode="lossless", drafts=("table",))), [COSTS],
+                     table, clock=lambda: 0.0)  # fmt: skip
+    assert drafted.tokens_per_pass > 2
+
+
+def test_sequences_of_a_batch_share_their_passes() -> None:
+    four = replace(COSTS, sequences=4)
+    made = recorded(4)
+    found = run(Setting(TIDEConfig(mode="off")), made, COSTS, four)
+    assert found.seconds == pytest.approx(39 * 6) and found.tokens == 160
+    # Of sizes between those measured, the time is between.
+    dear = replace(four, whole={n: 2 * s for n, s in COSTS.whole.items()})
+    made.tokens[0] = made.tokens[0][:-10]
+    made.prompts[0] -= 0
+    made.scores = {name: values[:, 10:] for name, values in made.scores.items()}
+    made.correct = made.correct[:, 10:]
+    mixed = run(Setting(TIDEConfig(mode="off")), made, COSTS, dear)
+    assert mixed.seconds == pytest.approx(29 * 12 + 10 * 10)
+
+
+def test_a_recording_comes_back_from_its_tensors() -> None:
+    made = recorded(3)
+    back = Recording.of({name: t.clone() for name, t in made.tensors().items()})
+    assert (back.tokens, back.prompts, back.layers) == (made.tokens, made.prompts, made.layers)
+    assert np.array_equal(back.correct, made.correct) and back.scores.keys() == made.scores.keys()
+    assert all(np.allclose(back.scores[name], made.scores[name]) for name in made.scores)
+    few = made.first(45).only((1,))
+    assert len(few.tokens) == 1 and few.correct.shape == (1, 40) and few.layers == (1,)
+    assert torch.equal(few.tensors()["layers"], torch.tensor([4, 1]))
