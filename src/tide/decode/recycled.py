@@ -60,7 +60,7 @@ class SuccessorHead(TargetHead):
         """
         readout = self.readout
         normed, wanted = readout.norm(states.flatten(0, 1)), (notes[..., 0] != 0).flatten()
-        weight, bias = readout._linear_head()
+        weight, bias = readout.linear_head()
         if weight is None:
             logits = scale_logits(readout.config, readout.head(normed))
             found = successors_of(logits, SUCCESSORS)
