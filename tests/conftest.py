@@ -15,6 +15,7 @@ import tide
 from tide.calibration.costs import Costs
 from tide.config import TIDEConfig
 from tide.exits.artifact import Artifact
+from tide.models.costs import LoopCosts
 
 ROOT = Path(__file__).parent.parent
 
@@ -71,6 +72,17 @@ def small_artifact(model: Any, tokenizer: Any, tmp_path_factory: Any) -> Path:
             layer=1e-3, start=5e-4, head=8e-3, exit_head=1.5e-3, router=2e-4, prefilter=3e-4
         )
         patch.setattr("tide.calibration.costs.measure_costs", lambda *args: costs)
+        # A layer takes a tenth more for each further token.
+        sizes, ms = (1, 2, 4, 8, 16), 1e-3
+        loops = [
+            LoopCosts(
+                size, {n: 30 * ms * (0.9 + n / 10) + 8 * ms for n in sizes},
+                {n: ms * (0.9 + n / 10) for n in sizes}, dict.fromkeys(sizes, ms),
+                dict.fromkeys(sizes, 1.5 * ms),
+            )
+            for size in (1, 4)
+        ]  # fmt: skip
+        patch.setattr("tide.calibration.costs.measure_loops", lambda *args: loops)
         tide.calibrate(
             model, tokenizer, folder, TIDEConfig(checkpoint_interval=8, min_layers=16), data=data,
             new_tokens=96, vocabulary=4096, epochs=16, quiet=True,

@@ -31,6 +31,7 @@ from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
 from tide.models.attach import attach
+from tide.models.costs import LoopCosts
 from tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 CONFIG = TIDEConfig(min_layers=2, checkpoint_interval=2, router_bottleneck_dim=8)
@@ -82,6 +83,7 @@ def test_an_interrupted_calibration_resumes_with_the_same_result(
     model = tiny_model("llama")
     # Thresholds are chosen by measured costs, which no two runs share.
     monkeypatch.setattr(costs, "measure_costs", lambda *args: COSTS)
+    monkeypatch.setattr(costs, "measure_loops", lambda *args: LOOPS)
     whole = run(model, tmp_path / "whole")
     units = collect.Collection._unit
     allowed = [1]
@@ -113,6 +115,7 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: Any) -> None:
     model = tiny_model("llama")
     first = run(model, tmp_path / "a", work=tmp_path / "work")
     monkeypatch.setattr(costs, "measure_costs", None)
+    monkeypatch.setattr(costs, "measure_loops", None)
     assert (
         run(model, tmp_path / "b", work=tmp_path / "work").record["costs"] == first.record["costs"]
     )
@@ -268,6 +271,10 @@ def test_checkpoints_mean_what_was_published() -> None:
 
 
 COSTS = Costs(layer=1.0, start=1.5, head=2.0, exit_head=0.5, router=0.05, prefilter=0.1)
+LOOPS = [
+    LoopCosts(size, {1: 7.5, 16: 20.0}, {1: 1.0, 16: 2.0}, {1: 0.5, 16: 0.5}, {1: 0.5, 16: 1.0})
+    for size in (1, 4)
+]
 
 
 def synthetic(layer: int, n: int = 6000, seed: int = 0, skill: float = 0.3) -> Scores:
@@ -388,6 +395,7 @@ from tide.calibration.collect import Collection, CollectPlan
 from tide.calibration.data import Documents
 from tide.progress import peak_memory_mb
 from tide.models.attach import attach
+from tide.models.costs import LoopCosts
 from tiny import tiny_model, tiny_tokenizer
 
 count = int(sys.argv[1])

@@ -76,7 +76,11 @@ def test_bench(folder: Path, capsys: Any) -> None:
 
 def test_show(folder: Path, capsys: Any) -> None:
     model, router = str(folder / "model"), str(folder / "router")
-    for inputs, mode in (([router, "abcabc"], "exit"), (["abcabc"], "lossless")):
+    for inputs, mode in (
+        ([router, "abcabc", "--mode", "exit"], "exit"),
+        ([router, "abcabc", "--mode", "lossless"], "lossless"),
+        (["abcabc"], "lossless"),
+    ):
         html = folder / f"{mode}.html"
         options = ["--new-tokens", "6", "--html", str(html), "--json"]
         assert main(["show", model, *inputs, *options]) == 0

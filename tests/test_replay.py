@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,19 @@ import torch
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.decode.replay import Expected, Setting, replay
+from tide.engine import TIDE
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
+from tide.exits.confidence import ConfidenceModel
+from tide.exits.heads import ExitHead
 from tide.exits.recording import Recording
+from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
 from tide.models.costs import LoopCosts
+from tide.models.fingerprint import fingerprint
+from tide.models.locate import locate
+from tiny import tiny_model
 
 SIZES = (1, 2, 4, 8, 16)
 # A layer costs 1 for one token and a tenth more for each further one; the head 2, a gate 0.5.
@@ -43,7 +53,7 @@ def recorded(documents: int = 1, answer: list[int] = ANSWER) -> Recording:
 
 def run(setting: Setting, made: Recording | None = None, *costs: LoopCosts) -> Expected:
     table = ContinuationTable(build_table([[7, 7]], 100))
-    return replay(made or recorded(), setting, costs or [COSTS], table, clock=lambda: 0.0)
+    return replay(made or recorded(), setting, costs or [COSTS], table)
 
 
 def test_full_depth_takes_one_pass_for_each_token() -> None:
@@ -82,8 +92,9 @@ def test_drafts_are_the_loops_own() -> None:
     assert both.exit_rate > 0 and both.seconds < off.seconds
     # A table predicts what it was made from.
     table = ContinuationTable(build_table([ANSWER], 100))
-    drafted = replay(recorded(), Setting(TIDEConfig(mode="lossless", drafts=("table",))), [COSTS],
-                     table, clock=lambda: 0.0)  # fmt: skip
+    drafted = replay(
+        recorded(), Setting(TIDEConfig(mode="lossless", drafts=("table",))), [COSTS], table
+    )
     assert drafted.tokens_per_pass > 2
 
 
@@ -111,3 +122,49 @@ def test_a_recording_comes_back_from_its_tensors() -> None:
     few = made.first(45).only((1,))
     assert len(few.tokens) == 1 and few.correct.shape == (1, 40) and few.layers == (1,)
     assert torch.equal(few.tensors()["layers"], torch.tensor([4, 1]))
+
+
+def engine(recording: Recording | None, **options: Any) -> TIDE:
+    model = tiny_model("llama", num_hidden_layers=4)
+    checkpoint = Checkpoint(1, ExitHead("identity", 32), TokenRouter(32, 8), HALF,
+                            ConfidenceModel(), ConfidenceModel(("candidates",)))  # fmt: skip
+    made = Artifact(
+        fingerprint(model, locate(model)), 32, [checkpoint], candidates=torch.arange(9),
+        recording=recording,
+    )  # fmt: skip
+    config = TIDEConfig(mode="auto", min_layers=0, exit_threshold=None, drafts=("context",))
+    return TIDE(model, made, config, check=False, **options)
+
+
+@pytest.mark.parametrize(("share", "way"), [(0.0, "lossless"), (1.0, "exit")])
+def test_auto_takes_what_is_faster_by_the_recording(
+    share: float, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tide.decode.plan.measure_loop", lambda *args: COSTS)
+    made = recorded(2)
+    made.scores["confidence"][:] = share
+    found = engine(made)
+    assert found.config.mode == found.plan.config.mode == way
+    expected = found.plan.expected
+    assert expected.keys() == {"lossless", "exit", "both"}
+    if way == "lossless":
+        best = max(expected["exit"], expected["both"])
+        assert f"lossless: exits would give {best:.2f}x here" in str(found.plan) and best < 1
+    else:
+        assert str(found.plan).startswith("exit") and expected["exit"] > 1.2
+        assert f"drafts alone would give {expected['lossless']:.2f}x" in str(found.plan)
+    ids = torch.randint(3, 97, (1, 6))
+    found.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert str(engine(made).plan) == str(found.plan)
+
+
+def test_auto_measures_this_device() -> None:
+    found = engine(recorded(2), batch=2)
+    assert found.config.mode in ("lossless", "exit") and len(found.plan.expected) == 3
+
+
+def test_auto_says_what_it_cannot_compare() -> None:
+    assert str(engine(None).plan).startswith("exit: nothing is recorded")
+    alone = TIDE(tiny_model("llama"), None, TIDEConfig(mode="auto"), check=False)
+    assert str(alone.plan).startswith("lossless: the artifact has no exit")
+    assert str(TIDE(tiny_model("llama"), check=False).plan) == "lossless: as set"

@@ -9,7 +9,7 @@ from typing import Any
 
 from tide.errors import ConfigError
 
-MODES = ("lossless", "exit", "off")
+MODES = ("lossless", "exit", "off", "auto")
 EXIT_STRATEGIES = ("affine", "identity")
 KV_CACHE_STRATEGIES = ("deferred", "propagate", "zero_pad")
 MOST_NODES = 64  # of a draft tree: its mask is one number of as many bits
@@ -39,7 +39,7 @@ class TIDEConfig:
             (from the state in which the token exited) or "zero_pad" (as published).
         compaction_threshold: share of prompt tokens that must have exited before the rest are
             compacted (`prefill_exit`).
-        mode: "exit", "lossless" or "off".
+        mode: "exit", "lossless", "off", or "auto": the fastest of lossless and exit on this device.
         max_pending: most tokens of a sequence that may wait for a deep pass.
         drafts: draft sources: "context" (n-grams of the sequence itself), "table" (of the
             artifact), "exit" (the exit heads, where no other source has a draft) and "recycled" (in

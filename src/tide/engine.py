@@ -17,6 +17,7 @@ from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
 from tide.decode.exits import load_artifact, make_exits
 from tide.decode.machinery import Machinery
+from tide.decode.plan import make_plan
 from tide.decode.score import score_tokens
 from tide.decode.sequence import SequenceState
 from tide.decode.session import DecodeSession, GenerateCall, in_order
@@ -41,23 +42,18 @@ class TIDE:
     """A frozen causal language model that spends less depth on easy tokens.
 
     ```python
-    engine = TIDE(model, "router")                                     # lossless
-    engine = TIDE(model, "router", config=TIDEConfig(exit_threshold=0.85))   # early exit
-    output = engine.generate(input_ids, max_new_tokens=128)
-    print(engine.last_stats.summary())
+    output = TIDE(model, "router", risk=0.02).generate(input_ids)  # without a risk: lossless
     ```
 
     Args:
         model: an `AutoModelForCausalLM` in evaluation mode; never changed.
         router_path: an artifact: a folder, a `.safetensors` or a `.pt` file, or an `Artifact`.
             None for lossless decoding with context drafts only, which needs no calibration.
-        config: settings; without it, mode is "lossless", or "exit" if a risk is given.
-        risk: the share of tokens that may differ from full depth; needs a certificate that covers
-            it, which `tide certify` makes.
+        config: settings; without it, mode is "lossless", or "auto" if a risk is given.
+        risk: the share of tokens that may differ from full depth; `tide certify` must cover it.
         delta: the chance that the certificate may be wrong, and of a false alarm while serving.
-        on_drift: with a risk, what to do when exited tokens differ more often than certified:
-            "warn", "full_depth" (exits off until `circuit_breaker.reset()`), or a function of the
-            drift monitor.
+        on_drift: with a risk, what to do if exited tokens differ more often than certified: "warn",
+            "full_depth" (exits off until `circuit_breaker.reset()`) or a function of the monitor.
         audit_rate: for KV that is not exact ("propagate", "zero_pad"), the share of sequences that
             are audited by a pass at full depth; "deferred" audits in the passes that it runs.
         threshold_scale: moves the calibrated thresholds (see `Thresholds.scaled`); not with a risk.
@@ -65,6 +61,7 @@ class TIDE:
         allow_mismatch: use an artifact that was made for another model.
         check: prove on attach that range-running equals the model; see `tide.attach`.
         compile: compile the segments at the first batch, which takes a minute or more.
+        batch: sequences of a usual call, for which mode "auto" decides.
 
     Attributes:
         runner: how layers are run; see `runner.name`.
@@ -73,6 +70,7 @@ class TIDE:
         circuit_breaker: monitors the risk; None if none was given.
         certificate: what the risk rests on; None if none was given.
         drafter: what is known of drafts; remembers between calls.
+        plan: what it does and why; `str(engine.plan)` is one line.
     """
 
     def __init__(
@@ -90,11 +88,13 @@ class TIDE:
         allow_mismatch: bool = False,
         check: bool = True,
         compile: bool = False,
+        batch: int = 1,
     ) -> None:
         self.model, self.audit_rate, self._audits = model, audit_rate, random.Random(0)
         self.config = config or TIDEConfig(mode="lossless")
         self.runner = attach(model, check=check, compile=compile)
-        self.artifact = load_artifact(router_path, self.runner, allow_mismatch=allow_mismatch)
+        made = load_artifact(router_path, self.runner, allow_mismatch=allow_mismatch)
+        self.artifact = made
         self.certificate: Certificate | None = None
         self.circuit_breaker: CircuitBreaker | None = None
         if risk is not None:
@@ -103,15 +103,15 @@ class TIDE:
                 None if config is None else config.min_layers,
                 fingerprint(model, self.runner.parts),
             )  # fmt: skip
-            found, self.config = certified_config(
-                self.artifact, query, config, threshold_scale, policy
-            )
+            found, self.config = certified_config(made, query, config, threshold_scale, policy)
             self.certificate, threshold_scale = found, found.threshold_scale
             self.circuit_breaker = CircuitBreaker(DriftMonitor(found.risk, delta), on_drift)
         self.threshold_scale = 1.0 if threshold_scale is None else threshold_scale
         exits = make_exits(self.runner, self.artifact, self.config, self.threshold_scale, policy)
         self.drafter = Drafter(self.config.max_draft, self.config.max_tree)
         self._machinery = Machinery(self.runner, exits, self.config, self.drafter)
+        self.plan = make_plan(self._machinery, made.recording, batch)
+        self.config = self._machinery.config = self.plan.config
         self.costs = self._machinery.costs
         self.last_stats = ExitStats(self.runner.n_layers)
 

@@ -98,13 +98,13 @@ def certified_config(
                 f"risk={query.risk} serves the gates and the threshold scale that were certified; "
                 f"got {name}={given!r}. Omit {name}, or omit risk to serve uncertified."
             )
-    config = config or TIDEConfig(exit_threshold=None)
+    config = config or TIDEConfig(exit_threshold=None, mode="auto")
     if config.prefill_exit:
         raise ConfigError("No certificate covers prefill_exit: prompts must go to full depth.")
-    if config.mode != "exit" or config.exit_threshold is not None:
+    if config.mode not in ("exit", "auto") or config.exit_threshold is not None:
         raise ConfigError(
-            f"risk={query.risk} chooses the thresholds: it needs mode='exit' and "
-            f"exit_threshold=None, not mode={config.mode!r} and "
+            f"risk={query.risk} chooses the thresholds: it needs mode='exit' or "
+            f"'auto' and exit_threshold=None, not mode={config.mode!r} and "
             f"exit_threshold={config.exit_threshold!r}."
         )
     found = find_certificate(artifact, query)

@@ -132,9 +132,15 @@ def one_scorer(
 
 
 def choose(
-    scores: Sequence[Scores], risk: float, costs: Costs, n_layers: int, *, most: int = 3
+    scores: Sequence[Scores],
+    risk: float,
+    costs: Costs,
+    n_layers: int,
+    *,
+    most: int = 3,
+    keep: int = 1,
 ) -> list[Choice]:
-    """For each number of exits up to `most`, the checkpoints and thresholds with the least time.
+    """For each number of exits up to `most`, the `keep` choices with the least time, best first.
 
     Thresholds of several checkpoints move together: a token exits where the time it saves is worth
     the probability of an error, at one price of a wrong token for all checkpoints. The price is the
@@ -145,7 +151,7 @@ def choose(
         options = [
             _cheapest(list(some), risk, costs, n_layers) for some in combinations(scores, count)
         ]
-        found.append(best(options))
+        found += sorted(options, key=lambda choice: -choice.speedup)[:keep]
     return found
 
 

@@ -141,12 +141,16 @@ class Collection:
             with safe_open(path, framework="pt") as file:
                 yield file.get_slice("states")[index]
 
-    def answers_by_unit(self, split: str) -> Iterator[list[list[int]]]:
-        """The answers of each unit of a split, in order, as token ids."""
+    def documents_by_unit(self, split: str) -> Iterator[list[tuple[list[int], int]]]:
+        """The documents of each unit of a split, in order; see `Unit.documents`."""
         for path in self._files(split):
             with safe_open(path, framework="pt") as file:  # the states stay on disk
-                found = _documents(*(file.get_tensor(n) for n in ("tokens", "ends", "prompts")))
-            yield [tokens[prompt:] for tokens, prompt in found]
+                yield _documents(*(file.get_tensor(n) for n in ("tokens", "ends", "prompts")))
+
+    def answers_by_unit(self, split: str) -> Iterator[list[list[int]]]:
+        """The answers of each unit of a split, in order, as token ids."""
+        for documents in self.documents_by_unit(split):
+            yield [tokens[prompt:] for tokens, prompt in documents]
 
     def answers(self, split: str) -> Iterator[list[int]]:
         """The answers of a split, in order, as token ids."""

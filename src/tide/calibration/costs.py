@@ -13,11 +13,11 @@ from tide.exits.candidates import CandidateReadout
 from tide.exits.confidence import ConfidenceModel
 from tide.exits.files import write_whole
 from tide.exits.gate import ExitGate, Prefilter, note
-from tide.exits.heads import ExitHead, Readout
+from tide.exits.heads import ExitHead, Readout, TargetHead, read_exit_head
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
-from tide.models.costs import measure_passes, medians
+from tide.models.costs import LoopCosts, measure_loop, measure_passes, medians
 from tide.models.runner import DepthRunner
 
 CANDIDATES = 128  # tokens that prefilters read: more cost more, and add little (bench/gates.py)
@@ -49,31 +49,58 @@ class Costs:
         return asdict(self)
 
 
-def load_or_measure(path: Path, runner: DepthRunner, vocabulary: int, config: TIDEConfig) -> Costs:
+def load_or_measure(
+    path: Path, runner: DepthRunner, vocabulary: int, config: TIDEConfig, batch: int
+) -> tuple[Costs, list[LoopCosts]]:
     """The costs noted in `path`; measured and noted there if it holds none for these settings.
 
     Measured once, so that an interrupted calibration resumes with the same costs.
+
+    Args:
+        batch: sequences for which passes of the loop are measured, beside one.
+
+    Returns:
+        The costs of parts, and of passes by sequences of a batch, from 1 on.
     """
     settings = {
         "vocabulary": vocabulary,
         "bottleneck": config.router_bottleneck_dim,
         "strategy": config.exit_strategy,
+        "batch": batch,
     }
     if path.exists():
         known = json.loads(path.read_text())
         if known.get("settings") == settings:
-            return Costs(**known["costs"])
+            return Costs(**known["costs"]), [LoopCosts.from_dict(at) for at in known["loops"]]
     text, parts = runner.config, runner.parts
     reduced = torch.arange(min(vocabulary, text.vocab_size)) if vocabulary else None
-    found = measure_costs(
-        runner,
-        Readout(parts.norm, parts.head, text, reduced),
-        ExitHead(config.exit_strategy, text.hidden_size),
-        TokenRouter(text.hidden_size, config.router_bottleneck_dim),
+    readout = Readout(parts.norm, parts.head, text, reduced)
+    head = ExitHead(config.exit_strategy, text.hidden_size)
+    router = TokenRouter(text.hidden_size, config.router_bottleneck_dim)
+    found = measure_costs(runner, readout, head, router)
+    loops = measure_loops(runner, readout, _rejecting_gate(readout, head, router), batch)
+    note = json.dumps(
+        {
+            "settings": settings,
+            "costs": found.to_dict(),
+            "loops": [at.to_dict() for at in loops],
+        }
     )
-    note = json.dumps({"settings": settings, "costs": found.to_dict()})
     write_whole(path, lambda scratch: scratch.write_text(note))
-    return found
+    return found, [LoopCosts.from_dict(at) for at in json.loads(note)["loops"]]
+
+
+def measure_loops(
+    runner: DepthRunner, readout: Readout, gate: ExitGate, batch: int
+) -> list[LoopCosts]:
+    """What passes of the loop cost, for one sequence and for a batch."""
+    half, n = max(1, runner.n_layers // 2), runner.n_layers
+    whole = Readout(runner.parts.norm, runner.parts.head, runner.config)
+    stages = [((0, half), gate), ((half, n), TargetHead(whole))]
+    return [
+        measure_loop(runner, stages, read_exit_head(readout), sequences)
+        for sequences in sorted({1, batch})
+    ]
 
 
 @torch.no_grad()

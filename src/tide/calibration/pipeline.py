@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from tide.calibration.answers import Answers
-from tide.calibration.choose import best, choose
+from tide.calibration.choose import choose
 from tide.calibration.collect import Collection, CollectPlan, process
 from tide.calibration.components import FitPlan, fit_components
 from tide.calibration.confidence import fit_confidence_model, fit_prefilter
 from tide.calibration.costs import CANDIDATES, load_or_measure
 from tide.calibration.data import load_texts, split_documents
 from tide.calibration.fit import HeadFit, RouterFit
+from tide.calibration.replays import expected, fastest, record
 from tide.calibration.report import (
     RISKS,
     SCORERS,
@@ -32,11 +33,13 @@ from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
+from tide.exits.table import ContinuationTable
 from tide.models.attach import attach
 from tide.models.fingerprint import dtype_name, fingerprint, model_name
 from tide.progress import Stages, bars
 
 LABELS = ("agreement", "cosine")
+_REPLAYED = 6  # choices of each number of exits that are replayed
 
 
 def checkpoint_layers(config: TIDEConfig, n_layers: int) -> tuple[int, ...]:
@@ -55,6 +58,7 @@ def calibrate(
     on_policy: bool = True,
     label: str = "agreement",
     risk: float = 0.02,
+    batch: int = 4,
     vocabulary: int = 8192,
     table_bytes: int = 4 << 20,
     new_tokens: int = 160,
@@ -81,6 +85,7 @@ def calibrate(
         on_policy: let the model answer the prompts and calibrate on its own answers.
         label: what a router learns: "agreement" of the token, or "cosine" as published.
         risk: share of wrong tokens for which thresholds are chosen. Not a guarantee: see certify.
+        batch: sequences decoded together; exits are chosen for that many, and for one.
         vocabulary: tokens that exit heads read; 0 for all.
         table_bytes: most bytes of the draft table.
         new_tokens: longest answer.
@@ -140,7 +145,9 @@ def calibrate(
         if process()[0]:
             return None
         with stages.stage("costs"):
-            costs = load_or_measure(work_folder / "costs.json", runner, vocabulary, config)
+            costs, loops = load_or_measure(
+                work_folder / "costs.json", runner, vocabulary, config, batch
+            )
         fitted = fit_components(collection, runner, fit_plan, stages, bar)
         with stages.stage("gates"):
             tick = bar("Gates")
@@ -154,8 +161,20 @@ def calibrate(
                 for at_risk in sorted({*RISKS, risk})
             }
             tick(1, 1)
+        with stages.stage("replays"):
+            tick = bar("Replays")
+            tick(0, 1)
+            table = ContinuationTable(fitted.table)
+            options = choose(to_choose, risk, costs, n_layers, keep=_REPLAYED)
+            tried = record(collection, scores, n_layers, "choose")
+            chosen = fastest(options, tried, loops, table, config)
+            if chosen not in choices[risk]:
+                choices[risk].append(chosen)
+            recording = record(collection, scores, n_layers, "report").only(chosen.layers)
+            speeds = expected(chosen, recording, loops, table, config)
+            tick(1, 1)
         untrained = fitted.scores(collection, [ExitHead("identity", hidden_size) for _ in layers])
-    record = {
+    notes = {
         "model": model_name(model),
         "dtype": dtype_name(model),
         **data_record(documents, collection),
@@ -168,12 +187,14 @@ def calibrate(
             *gate_table("identity", untrained, UNTRAINED, costs, n_layers),
             *gate_table(config.exit_strategy, scores, SCORERS, costs, n_layers),
         ],
-        "exits": exit_table(choices, scores, costs, n_layers),
+        "exits": exit_table(choices, chosen, scores, costs, n_layers),
+        "loop_costs": [at.to_dict() for at in loops],
+        "expected": speeds,
         "risk": risk,
         "seconds": stages.seconds,
         "peak_mb": stages.peak_mb,
     }
-    chosen, index = best(choices[risk]), {layer: i for i, layer in enumerate(layers)}
+    index = {layer: i for i, layer in enumerate(layers)}
     artifact = Artifact(
         fingerprint=identity,
         hidden_size=hidden_size,
@@ -192,7 +213,8 @@ def calibrate(
         vocabulary=fitted.vocabulary,
         candidates=fitted.candidates,
         table=fitted.table,
-        record=record,
+        record=notes,
+        recording=recording,
     )
     if save_path.suffix in (".pt", ".safetensors"):
         artifact.save(save_path)

@@ -106,15 +106,24 @@ def gate_table(
 
 
 def exit_table(
-    choices: Mapping[float, Sequence[Choice]], scores: Sequence[Scores], costs: Costs, n_layers: int
+    choices: Mapping[float, Sequence[Choice]],
+    chosen: Choice,
+    scores: Sequence[Scores],
+    costs: Costs,
+    n_layers: int,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Every choice by its risk, with its outcome on documents used neither to fit nor to choose."""
+    """Every choice by its risk, with its outcome on documents used neither to fit nor to choose.
+
+    Args:
+        chosen: the exits of the artifact; at other risks, those that would be fastest undrafted.
+    """
     return {
         str(risk): [
-            {**_held_out(choice, scores, costs, n_layers), "best": choice == best(found)}
+            {**_held_out(choice, scores, costs, n_layers), "best": choice == picked}
             for choice in found
         ]
         for risk, found in choices.items()
+        for picked in (chosen if chosen in found else best(found),)
     }
 
 

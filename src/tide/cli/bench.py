@@ -132,7 +132,11 @@ def _engines(args: argparse.Namespace, made: Any, model: Any, **options: Any) ->
         engine = TIDE(model, made, exits, threshold_scale=scale, check=False, **options)
         engines[f"exit, threshold scale {scale:g}"] = engine
     for risk in args.risk:
-        engines[f"exit, risk {risk:g}"] = TIDE(model, made, risk=risk, check=False, **options)
+        auto = TIDE(model, made, risk=risk, check=False, **options)
+        assert auto.certificate is not None
+        certified = exits.with_(min_layers=auto.certificate.min_layers)
+        engine = TIDE(model, made, certified, risk=risk, check=False, **options)
+        engines[f"exit, risk {risk:g}"], engines[f"auto, risk {risk:g}"] = engine, auto
     return engines
 
 
@@ -152,8 +156,8 @@ def _attack(
     search = Search(args.generations, min(16, len(texts)), args.new_tokens)
     with bars(quiet=False) as bar:
         for goal in GOALS:
-            if args.risk:  # a certificate brings its own settings
-                engine = TIDE(model, made, risk=args.risk[0])
+            if args.risk:
+                engine = TIDE(model, made, settings, risk=args.risk[0])
             else:
                 engine = TIDE(model, made, settings, threshold_scale=args.threshold_scale[0])
             # The search must not trip the circuit breaker that it is about to test.

@@ -33,6 +33,10 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--risk", type=float, default=0.02, help="error rate for which to choose the thresholds"
     )
     parser.add_argument(
+        "--batch", type=int, default=4,
+        help="sequences decoded together, for which exits are chosen, beside one",
+    )  # fmt: skip
+    parser.add_argument(
         "--vocabulary", type=int, default=8192, help="tokens that exit heads can predict; 0 for all"
     )
     parser.add_argument("--new-tokens", type=int, default=160, help="longest answer, in tokens")
@@ -90,7 +94,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         answers = VllmAnswers(args.model, dtype_name(model), args.seed)
     made = calibrate(
         model, tokenizer, args.output, config, on_policy=not args.off_policy, label=args.label,
-        risk=args.risk, vocabulary=args.vocabulary, new_tokens=args.new_tokens, seed=args.seed,
+        risk=args.risk, batch=args.batch, vocabulary=args.vocabulary, new_tokens=args.new_tokens,
+        seed=args.seed,
         work=args.work, answers=answers,
     )  # fmt: skip
     if made is None:  # one of several processes, and not the first

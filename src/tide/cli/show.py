@@ -20,8 +20,8 @@ def options(parser: argparse.ArgumentParser) -> None:
         "drafts come from the context",
     )  # fmt: skip
     parser.add_argument(
-        "--mode", choices=("exit", "lossless"),
-        help="let tokens exit, or verify drafts (default: exit if there is an artifact)",
+        "--mode", choices=("auto", "exit", "lossless"),
+        help="let tokens exit, verify drafts, or what is faster here (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--risk", type=float, help="a certified risk (default: thresholds as calibrated)"
@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not args.no_compare:  # the first call of a process is slower than later ones
         engine.generate(**encoded, max_new_tokens=4, do_sample=False)
     name = engine.config.mode
+    console.print(f"[dim]{engine.plan}[/dim]")
     tokens, speed = timed(engine.generate, streamer=DepthStreamer(engine, tokenizer, console))
     trace = Trace.of(tokenizer, prompt, tokens, engine.last_stats)
     trace.conditions = {
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"Page written to {args.html}")
     stats = trace.stats
     return {
+        "plan": str(engine.plan),
         "conditions": trace.conditions,
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": [
@@ -123,11 +125,11 @@ def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
         raise ConfigError(
             f"{prompt} is an artifact; the prompt is missing: tide show MODEL DIR PROMPT."
         )
-    args.mode = args.mode or ("exit" if folders else "lossless")
-    if args.mode == "exit" and not folders:
+    args.mode = args.mode or ("auto" if folders else "lossless")
+    if args.mode != "lossless" and not folders:
         raise ConfigError(
-            "--mode exit needs an artifact: tide show MODEL DIR PROMPT. Make one with `tide "
-            "calibrate MODEL -o DIR`."
+            f"--mode {args.mode} needs an artifact: tide show MODEL DIR PROMPT. Make one with "
+            "`tide calibrate MODEL -o DIR`."
         )
     if args.mode == "lossless" and (args.risk is not None or args.threshold is not None):
         raise ConfigError("--mode lossless takes no --risk and no --threshold: no token exits.")
@@ -145,10 +147,11 @@ def _engine(args: argparse.Namespace, model: Any, folder: str | None) -> Any:
         return TIDE(model, folder, compile=args.compile)
     made = Artifact.from_pretrained(str(folder))
     config = TIDEConfig(
-        exit_threshold=args.threshold, audit_tail=True, min_layers=made.config.min_layers
-    )
+        exit_threshold=args.threshold, audit_tail=True, min_layers=made.config.min_layers,
+        mode=args.mode,
+    )  # fmt: skip
     # A certificate brings its own settings.
-    given = None if args.risk is not None else config
+    given = None if args.risk is not None and args.mode == "auto" else config
     return TIDE(model, made, given, risk=args.risk, compile=args.compile)
 
 

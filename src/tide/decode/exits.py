@@ -103,7 +103,7 @@ def _thresholds(checkpoint: Checkpoint, config: TIDEConfig, threshold_scale: flo
     probability where it has a threshold or there is no router; else the router.
     """
     wanted, threshold = checkpoint.thresholds, config.exit_threshold
-    if wanted != Thresholds() and (config.mode != "exit" or threshold is None):
+    if wanted != Thresholds() and (config.mode not in ("exit", "auto") or threshold is None):
         return wanted.scaled(threshold_scale)
     threshold = 0.85 if threshold is None else threshold
     if wanted.router is not None and wanted.router > 1:  # calibration found that no exit pays

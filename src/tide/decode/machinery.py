@@ -43,15 +43,10 @@ class Machinery:
     def prepare(self, sequences: int) -> None:
         """Compile what a batch needs, if it is to be compiled, and time it if drafts may pay.
 
-        Done at the first batch of each size, with a progress bar.
+        Done at the first batch of each size.
         """
+        self.compile(sequences)
         stages = self.exits.stages(self.runner.n_layers)
-        compiling = self.runner.prepare(stages, sequences)
-        if first := next(compiling, None):  # no bar where there is nothing to wait for
-            with bars(quiet=not sys.stderr.isatty()) as bar:
-                tick = bar("Compiling")
-                for done, total in chain([first], compiling):
-                    tick(done, total)
         drafts = self.config.mode != "off" and self.config.max_draft and self.config.drafts
         if drafts and not self.drafter.fixed and not self.drafter.costs.known(sequences):
             # A pass that verifies drafts evaluates no gate.
@@ -72,6 +67,15 @@ class Machinery:
         """New tokens for which passes are timed: up to a tree and the token before it."""
         nodes = self.config.max_tree if self.trees else 0
         return [*LENGTHS, *(1 + n for n in (16, 32, 64) if n <= nodes)]
+
+    def compile(self, sequences: int) -> None:
+        """Compile what a batch needs, if it is to be compiled, with a progress bar."""
+        compiling = self.runner.prepare(self.exits.stages(self.runner.n_layers), sequences)
+        if first := next(compiling, None):  # no bar where there is nothing to wait for
+            with bars(quiet=not sys.stderr.isatty()) as bar:
+                tick = bar("Compiling")
+                for done, total in chain([first], compiling):
+                    tick(done, total)
 
     def at_full_depth(self, mode: str = "lossless") -> Machinery:
         """Nothing is committed before full depth: "lossless" may still draft, "off" does not."""

@@ -8,9 +8,8 @@ recorded of another text.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,18 +73,16 @@ def replay(
     setting: Setting,
     costs: Sequence[LoopCosts],
     table: ContinuationTable | None,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> Expected:
     """Decode recorded answers in batches, as large as the last of `costs`.
 
+    What the host does between passes costs about as much in every mode, and is not counted.
+
     Args:
-        costs: by sequences of a batch, ascending; those between are interpolated.
+        costs: by sequences of a batch, from 1 on; those between are interpolated.
         table: the artifact's, for drafts.
-        clock: of the host, whose own time counts too.
     """
-    player = _Player(recording, setting, costs, table, clock)
-    began = player.clock()
+    player = _Player(recording, setting, costs, table)
     size, documents = costs[-1].sequences, list(range(len(recording.prompts)))
     for first in range(0, len(documents), size):
         player.decode(documents[first : first + size])
@@ -93,11 +90,36 @@ def replay(
     wrong = sum(score == 0 for scores in stats.scores for score in scores)
     return Expected(
         tokens=stats.total_tokens,
-        seconds=player.clock() - began,
+        seconds=player.seconds,
         exit_rate=stats.exit_rate,
         error_rate=wrong / stats.total_tokens,
         tokens_per_pass=stats.total_tokens / max(1, player.deep),
     )
+
+
+def speedups(
+    recording: Recording,
+    setting: Setting,
+    costs: Sequence[LoopCosts],
+    table: ContinuationTable | None,
+) -> dict[str, float]:
+    """How much faster than full depth, token by token, each way to decode would be.
+
+    Args:
+        setting: of exits with drafts, "both"; the others are without the one or the other.
+    """
+    config = setting.config.with_(kv_cache_strategy="deferred", prefill_exit=False)
+    ways = {
+        "off": config.with_(mode="off"),
+        "lossless": config.with_(mode="lossless"),
+        "exit": config.with_(mode="exit", drafts=()),
+        "both": config.with_(mode="exit"),
+    }
+    seconds = {}
+    for name, way in ways.items():
+        exits = replace(setting, config=way) if name != "off" else Setting(way)
+        seconds[name] = replay(recording, exits, costs, table).seconds
+    return {name: seconds["off"] / s for name, s in seconds.items() if name != "off"}
 
 
 class _RecordedGate:
@@ -134,10 +156,9 @@ class _Player:
         setting: Setting,
         costs: Sequence[LoopCosts],
         table: ContinuationTable | None,
-        clock: Callable[[], float],
     ) -> None:
         self.recording, self.setting, self.costs = recording, setting, costs
-        self._clock, self.seconds, self.deep = clock, 0.0, 0
+        self.seconds, self.deep = 0.0, 0
         self.n_layers = recording.n_layers
         self.stats = ExitStats.of_batch(self.n_layers, len(recording.prompts))
         self.gates = [_RecordedGate(k) for k in range(len(setting.layers))]
@@ -154,14 +175,12 @@ class _Player:
             readout=None,
         )  # fmt: skip
         runner: Any = self
-        self.machinery = Machinery(runner, exits, setting.config, drafter, clock=self.clock)
+        self.machinery = Machinery(
+            runner, exits, setting.config, drafter, clock=lambda: self.seconds
+        )
         answers = [len(t) - p for t, p in zip(recording.tokens, recording.prompts, strict=True)]
         self._offsets = np.cumsum([0, *answers]).tolist()
         self._batch: BatchState
-
-    def clock(self) -> float:
-        """The time of the host, and of the passes that were not run."""
-        return self._clock() + self.seconds
 
     def decode(self, documents: Sequence[int]) -> None:
         """Decode some recorded answers as a batch."""
@@ -222,6 +241,8 @@ class _Player:
                     if self.exits[then.number, at]:
                         right = self.recording.correct[self._places[then.number], at]
                         token = self._next(sequence, position + 1)
+                        if self.setting.config.mode == "lossless" and not right:
+                            token += 1  # a draft that is not accepted
                         decisions[i, k] = torch.tensor([1.0, token, float(right)])
         if read:
             self.seconds += self._by_size(len(sequences), lambda c: pass_cost(c.read, read))

@@ -21,6 +21,7 @@ from tide.exits import files
 from tide.exits.card import model_card
 from tide.exits.certificate import Certificate
 from tide.exits.checkpoint import Checkpoint, read_checkpoint, require_keys
+from tide.exits.recording import Recording
 from tide.models.fingerprint import Fingerprint
 
 SCHEMA = 3
@@ -41,6 +42,7 @@ class Artifact:
         table: tensors of the draft table; empty for none.
         record: how it was made, for people and for `tide report`; not read by the engine.
         certificates: which risks hold, and under which conditions.
+        recording: held-out answers, by which exits and drafts are compared; None for none.
     """
 
     fingerprint: Fingerprint
@@ -52,12 +54,14 @@ class Artifact:
     record: dict[str, Any] = field(default_factory=dict)
     certificates: list[Certificate] = field(default_factory=list)
     candidates: Tensor | None = None
+    recording: Recording | None = None
 
     @property
     def exits(self) -> str:
         """Digest of all that decides which tokens exit, and as what; a certificate is for one."""
         header = {"checkpoints": self._header()["checkpoints"]}
-        return files.digest(header, self._tensors())[:16]
+        tensors = {n: t for n, t in self._tensors().items() if not n.startswith("recording.")}
+        return files.digest(header, tensors)[:16]
 
     def checkpoints_from(self, min_layers: int) -> list[Checkpoint]:
         """The checkpoints that are at least so deep."""
@@ -160,6 +164,7 @@ class Artifact:
             "config": self.config.to_dict(),
             "checkpoints": [checkpoint.header() for checkpoint in self.checkpoints],
             "table": sorted(self.table),
+            "recording": sorted(self._recording()),
             **{name: None if ids is None else len(ids) for name, ids in self._token_lists()},
             "record": self.record,
             "certificates": [certificate.to_dict() for certificate in self.certificates],
@@ -168,8 +173,12 @@ class Artifact:
     def _token_lists(self) -> tuple[tuple[str, Tensor | None], ...]:
         return ("vocabulary", self.vocabulary), ("candidates", self.candidates)
 
+    def _recording(self) -> dict[str, Tensor]:
+        return self.recording.tensors() if self.recording is not None else {}
+
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {f"table.{name}": tensor for name, tensor in self.table.items()}
+        tensors |= {f"recording.{name}": tensor for name, tensor in self._recording().items()}
         tensors |= {name: ids for name, ids in self._token_lists() if ids is not None}
         for i, checkpoint in enumerate(self.checkpoints):
             for name, tensor in checkpoint.tensors().items():
@@ -189,6 +198,7 @@ class Artifact:
             for i, entry in enumerate(header["checkpoints"])
         ]
         table = {name: tensors.pop(f"table.{name}") for name in header["table"]}
+        recorded = {name: tensors.pop(f"recording.{name}") for name in header["recording"]}
         vocabulary, candidates = (
             tensors.pop(name) if header[name] is not None else None
             for name in ("vocabulary", "candidates")
@@ -205,10 +215,11 @@ class Artifact:
             header["record"],
             [Certificate.from_dict(entry) for entry in header["certificates"]],
             candidates,
+            Recording.of(recorded) if recorded else None,
         )
 
 
 _HEADER_KEYS = {
     "schema", "fingerprint", "hidden_size", "config", "checkpoints", "table", "vocabulary",
-    "candidates", "record", "certificates",
+    "candidates", "recording", "record", "certificates",
 }  # fmt: skip

@@ -112,7 +112,7 @@ def decoder(
 
     Args:
         artifact: a folder, a file, a hub id or an `Artifact`; None for context drafts only.
-        config: settings; without it, mode is "lossless", or "exit" if a risk is given.
+        config: settings; without it, mode is "lossless", or "auto" if a risk is given.
         streamer: transformers' streamer, for all calls.
         options: what else `tide.TIDE` takes: `risk`, `on_drift`, `threshold_scale` and so on.
     """

@@ -104,12 +104,14 @@ class LoopCosts:
     read: dict[int, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
+        """As JSON, whose keys are text."""
+        times = {name: value for name, value in asdict(self).items() if name != "sequences"}
+        as_text = {name: {str(n): s for n, s in by.items()} for name, by in times.items()}
+        return {"sequences": self.sequences, **as_text}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LoopCosts:
-        """From JSON, whose keys are text."""
+        """From JSON."""
         return cls(
             values["sequences"],
             *(

@@ -1,0 +1,100 @@
+"""Compares the speed-ups that a replay expects with those measured, on the same prompts.
+
+python bench/replay.py MODEL DIR --batch 1 4 --out replay.json
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import interleave, parser, report
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tide.calibration.answers import pad_left
+from tide.config import TIDEConfig
+from tide.decode.replay import Setting, speedups
+from tide.engine import TIDE
+from tide.exits.artifact import Artifact
+from tide.exits.heads import read_exit_head
+from tide.models.costs import measure_loop
+from tide.models.fingerprint import dtype_name
+
+
+def main() -> None:
+    options = parser(__doc__ or "")
+    options.add_argument("artifact", type=Path)
+    options.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--documents", type=int, default=16)
+    options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--threshold-scale", type=float, default=1.0)
+    options.add_argument("--compile", action="store_true")
+    args = options.parse_args()
+    torch.set_num_threads(args.threads)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+    model.generation_config.eos_token_id = None  # all answers are as long as the recorded ones
+    model.generation_config.pad_token_id = 0
+    made = Artifact.load(args.artifact)
+    exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers)
+    scale = {"threshold_scale": args.threshold_scale, "compile": args.compile}
+    engines = {
+        "off": TIDE(model.eval(), made, TIDEConfig(mode="off"), compile=args.compile),
+        "lossless": TIDE(model, made, exits.with_(mode="lossless"), **scale),
+        "exit": TIDE(model, made, exits.with_(drafts=()), **scale),
+        "both": TIDE(model, made, exits, **scale),
+    }
+    results = [compare(engines, made, tokenizer, batch, args) for batch in args.batch]
+    report(
+        "speed-ups expected by a replay, and measured", args, results, dtype=dtype_name(model),
+        documents=args.documents, repeats=args.repeats, compiled=args.compile,
+        threshold_scale=args.threshold_scale,
+    )  # fmt: skip
+
+
+def compare(
+    engines: dict[str, TIDE], made: Artifact, tokenizer: Any, batch: int, args: Any
+) -> dict[str, Any]:
+    """Expected and measured, at one size of batch."""
+    engine = engines["both"]
+    machinery, recording = engine._machinery, made.recording
+    assert recording is not None
+    costs = []
+    for sequences in sorted({1, batch}):
+        machinery.compile(sequences)
+        stages = machinery.exits.stages(engine.runner.n_layers)
+        read = read_exit_head(machinery.exits.readout)
+        costs.append(measure_loop(engine.runner, stages, read, sequences))
+    layers = tuple(checkpoint.layer for checkpoint in machinery.exits.checkpoints)
+    thresholds = tuple(gate.thresholds for gate in machinery.exits.gates)
+    setting = Setting(engine.config, layers, thresholds)
+    expected = speedups(recording, setting, costs, machinery.exits.table)
+    documents = list(zip(recording.tokens, recording.prompts, strict=True))[: args.documents]
+    groups = [documents[k : k + batch] for k in range(0, len(documents), batch)]
+
+    def run(engine: TIDE) -> None:
+        for group in groups:
+            ids, mask = pad_left(tokenizer, [t[:p] for t, p in group], engine.model.device)
+            new = max(len(t) - p for t, p in group)
+            engine.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+
+    seconds = interleave(
+        {name: lambda e=e: run(e) for name, e in engines.items()},  # type: ignore[misc]
+        args.repeats,
+        f"batch {batch}",
+    )
+    best = {name: min(times) for name, times in seconds.items()}
+    measured = {name: best["off"] / s for name, s in best.items() if name != "off"}
+    return {
+        "batch": batch,
+        "expected": expected,
+        "measured": measured,
+        "ratio": {name: expected[name] / measured[name] for name in measured},
+        "costs": [at.to_dict() for at in costs],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Exits chosen with drafts: by replays of the decode loop on answers of the tuning split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from tide.calibration.choose import Choice
+from tide.calibration.collect import Collection
+from tide.calibration.scores import Scores, in_part
+from tide.config import TIDEConfig
+from tide.decode.replay import Setting, replay, speedups
+from tide.exits.recording import Recording
+from tide.exits.table import ContinuationTable
+from tide.models.costs import LoopCosts
+
+_POSITIONS = 1024  # of a recording: a replay of so many takes about a second
+
+
+def record(collection: Collection, scores: Sequence[Scores], n_layers: int, part: str) -> Recording:
+    """The documents of the tuning split for `part`, up to a few thousand positions."""
+    inside = in_part(scores[0].document, part)
+    texts = [text for unit in collection.documents_by_unit("tuning") for text in unit]
+    numbers = sorted(set(scores[0].document[inside].tolist()))
+    names = ("router", "prefilter", "confidence")
+    made = Recording(
+        n_layers,
+        tuple(at.layer for at in scores),
+        [texts[number][0] for number in numbers],
+        [texts[number][1] for number in numbers],
+        {name: np.stack([getattr(at, name)[inside] for at in scores]) for name in names},
+        np.stack([at.correct[inside] for at in scores]),
+    )
+    return made.first(_POSITIONS)
+
+
+def expected(
+    choice: Choice,
+    recording: Recording,
+    loops: Sequence[LoopCosts],
+    table: ContinuationTable,
+    config: TIDEConfig,
+) -> dict[str, dict[str, float]]:
+    """Speed-ups of lossless, of exits alone and of both, by sequences of a batch."""
+    setting = Setting(config.with_(exit_threshold=None), choice.layers, choice.thresholds)
+    return {
+        str(at.sequences): speedups(recording, setting, loops[: k + 1], table)
+        for k, at in enumerate(loops)
+    }
+
+
+def fastest(
+    choices: Sequence[Choice],
+    recording: Recording,
+    loops: Sequence[LoopCosts],
+    table: ContinuationTable,
+    config: TIDEConfig,
+) -> Choice:
+    """The choice that makes decoding with exits and drafts fastest, over all sizes of batch."""
+
+    def seconds(choice: Choice) -> float:
+        setting = Setting(config.with_(exit_threshold=None), choice.layers, choice.thresholds)
+        sizes = [loops[: k + 1] for k in range(len(loops))]
+        return math.prod(replay(recording, setting, some, table).seconds for some in sizes)
+
+    return min(choices, key=seconds)

@@ -1,0 +1,84 @@
+"""The plan: whether exits, drafts or both are fastest here, decided once, at start.
+
+Decided by a replay of the artifact's recording at the costs measured on this device, with the
+thresholds that are served. What is decided stays, so a call does what the one before it did.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tide.config import TIDEConfig
+from tide.decode.machinery import Machinery
+from tide.decode.replay import Setting, speedups
+from tide.exits.heads import read_exit_head
+from tide.exits.recording import Recording
+from tide.models.costs import measure_loop
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine does, and why.
+
+    Attributes:
+        config: its settings; the mode is never "auto".
+        reason: why, in short.
+        expected: speed-ups over full depth, token by token, of "lossless", "exit" (no drafts) and
+            "both"; empty if nothing was compared.
+    """
+
+    config: TIDEConfig
+    reason: str = "as set"
+    expected: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """In one line."""
+        way = self.config.mode
+        if way == "exit" and not self.config.drafts:
+            way = "exit without drafts"
+        return f"{way}: {self.reason}"
+
+
+def make_plan(machinery: Machinery, recording: Recording | None, batch: int) -> Plan:
+    """Decide what mode "auto" is here; any other mode is what it is.
+
+    Args:
+        machinery: with the exits that are served.
+        recording: of the artifact; None if it has none.
+        batch: sequences of a usual call.
+    """
+    config, exits, runner = machinery.config, machinery.exits, machinery.runner
+    if config.mode != "auto":
+        return Plan(config)
+    ways = {
+        "lossless": config.with_(mode="lossless", kv_cache_strategy="deferred", prefill_exit=False),
+        "both": config.with_(mode="exit"),
+        "exit": config.with_(mode="exit", drafts=()),
+    }
+    layers = tuple(checkpoint.layer for checkpoint in exits.checkpoints)
+    if not layers:
+        return Plan(ways["lossless"], "the artifact has no exit that a token can take")
+    thresholds = tuple(gate.thresholds for gate in exits.gates)
+    if (
+        recording is None
+        or exits.script is not None
+        or not set(layers) <= set(recording.layers)
+        or any(limit.top_probability is not None for limit in thresholds)
+    ):
+        return Plan(ways["both"], "nothing is recorded of these exits to compare them by")
+    costs = []
+    read, stages = read_exit_head(exits.readout), exits.stages(runner.n_layers)
+    with runner.lock:
+        for sequences in sorted({1, batch}):
+            machinery.compile(sequences)
+            costs.append(measure_loop(runner, stages, read, sequences))
+    found = speedups(recording, Setting(config, layers, thresholds), costs, exits.table)
+    # Where they are as fast, the one that changes less.
+    way = max(ways, key=lambda name: round(found[name], 3))
+    gives = f"{found[way]:.2f}x"
+    if way == "lossless":
+        other = max(found["exit"], found["both"])
+        reason = f"exits would give {other:.2f}x here, drafts alone give {gives}"
+    else:
+        reason = f"gives {gives} here, drafts alone would give {found['lossless']:.2f}x"
+    return Plan(ways[way], reason, found)
