@@ -150,6 +150,8 @@ class _Player:
         stats: of all batches; a sequence of it is a document.
     """
 
+    takes_trees = False  # nothing is recorded of what follows a rejected node
+
     def __init__(
         self,
         recording: Recording,
