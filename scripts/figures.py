@@ -90,9 +90,16 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "commits_off": lambda: times(read("commits_speed_off")["results"][0]["speedup_p20_p50_p80"][1]),
     **{
-        f"vllm_drafts_{batch}": lambda batch=batch: times(
-            _vllm("vllm_drafts", batch, "drafts")["tokens_per_second"]
+        f"vllm_{name}_{batch}": lambda batch=batch, method=method: times(
+            _vllm("vllm_drafts", batch, method)["tokens_per_second"]
             / _vllm("vllm_drafts", batch, "vLLM")["tokens_per_second"]
+        )
+        for name, method in (("drafts", "drafts"), ("shared", "drafts, cross-request"))
+        for batch in (1, 8, 32)
+    },
+    **{
+        f"vllm_ahead_{batch}": lambda batch=batch: times(
+            _vllm("vllm_drafts", batch, "drafts, cross-request")["speedup"]
         )
         for batch in (1, 8, 32)
     },
