@@ -153,9 +153,15 @@ def _folded(layer: Any) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def _without_attending(attention: Any) -> Any:
     """A copy of a layer's attention, with its weights, that returns its keys and values."""
-    made = copy.copy(attention)
-    made._modules = dict(attention._modules)
+    made = copy_of(attention)
     made.attn, made.o_proj = _KeysAndValues(attention.attn), _PassThrough()
+    return made
+
+
+def copy_of(module: Any) -> Any:
+    """A copy of a module, with its weights, whose parts can be replaced without changing it."""
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
     return made
 
 
