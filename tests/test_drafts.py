@@ -49,6 +49,7 @@ def test_what_one_sequence_generated_is_drafted_for_another() -> None:
     shared.learn(first, 5)
     assert shared.propose([7, 1, 2, 3], 3) == Draft("cross-request 2 few", [4, 5])
     assert shared.propose([9, 1, 2, 3], 3) == Draft("cross-request 3 few", [4, 5])  # four match
+    assert shared.propose([7, 2, 3, 4], 3) == Draft("cross-request 2 few", [5])
     assert shared.propose([7, 7, 2], 1) == Draft("cross-request 1 few", [3])
     assert shared.propose([3, 4, 5], 3) is None  # nothing was generated after that yet
     assert shared.propose([7], 3) is None

@@ -142,20 +142,26 @@ def _can_fold(layers: Sequence[Any]) -> bool:
 def _folded(layer: Any) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Weight and bias of a layer's keys, and of its values; the norm's weight is in them."""
     attention = layer.self_attn
-    rows = attention.attn.num_kv_heads * attention.attn.head_size
-    weight = attention.qkv_proj.weight.data[-2 * rows :]
+    size = attention.attn.num_kv_heads * attention.attn.head_size
+    weight = attention.qkv_proj.weight.data[-2 * size :]
     bias = attention.qkv_proj.bias
-    offset = weight.new_zeros(2 * rows) if bias is None else bias.data[-2 * rows :]
+    offset = weight.new_zeros(2 * size) if bias is None else bias.data[-2 * size :]
     folded = (weight.float() * layer.input_layernorm.weight.float()).to(weight.dtype)
-    keys, values = zip(folded.split(rows), offset.split(rows), strict=True)
+    keys, values = zip(folded.split(size), offset.split(size), strict=True)
     return keys, values
 
 
 def _without_attending(attention: Any) -> Any:
     """A copy of a layer's attention, with its weights, that returns its keys and values."""
-    made = copy.copy(attention)
-    made._modules = dict(attention._modules)
+    made = copy_of(attention)
     made.attn, made.o_proj = _KeysAndValues(attention.attn), _PassThrough()
+    return made
+
+
+def copy_of(module: Any) -> Any:
+    """A copy of a module, with its weights, whose parts can be replaced without changing it."""
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
     return made
 
 

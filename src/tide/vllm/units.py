@@ -8,7 +8,6 @@ vLLM compiles none of them, and they run as they are.
 from __future__ import annotations
 
 import bisect
-import copy
 import dataclasses
 import itertools
 import logging
@@ -22,7 +21,7 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import set_current_vllm_config
 from vllm.forward_context import get_forward_context
 
-from tide.vllm.stores import StoreKV
+from tide.vllm.stores import StoreKV, copy_of
 
 logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 
@@ -58,8 +57,7 @@ class _Attended(nn.Module):
 
 def without_attention(layer: Any) -> Any:
     """A copy of a layer, with its weights, whose attention is given."""
-    made = copy.copy(layer)
-    made._modules = dict(layer._modules)
+    made = copy_of(layer)
     made.self_attn = _Attended()
     return made
 
