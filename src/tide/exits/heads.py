@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tide.errors import UnsupportedModelError
-from tide.kernels.reference import top_of, top_token
+from tide.kernels.arguments import Head, Norm
+from tide.kernels.operators import top_token
+from tide.kernels.reference import top_of
 from tide.models.runner import logit_scales, scale_logits
 
 
@@ -71,8 +73,8 @@ class Readout:
             index, tops = top_of(scale_logits(self.config, self.head(states)), scores)
         else:
             states, wanted = states.to(weight.device), wanted.to(weight.device)
-            scales = logit_scales(self.config)
-            index, tops = top_token(states, wanted, weight, bias, *scales, scores)
+            head = Head(weight, bias, *logit_scales(self.config))
+            index, tops = top_token(states, wanted, Norm(), head, scores)
         return self.tokens(index), tops
 
     def _linear_head(self) -> tuple[Tensor | None, Tensor | None]:
