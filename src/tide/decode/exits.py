@@ -71,7 +71,10 @@ def make_exits(
         gates = [OpenGate(c.head, readout) for c in checkpoints]
     for checkpoint in checkpoints:
         checkpoint.to(runner.input_device, runner.model.dtype)
+    for gate in gates:
+        gate.fuse()
     target_head = TargetHead(Readout(parts.norm, parts.head, runner.config))
+    target_head.readout.fuse()
     script = None if policy is None else policy.script
     return Exits(checkpoints, gates, readout, target_head, script, table)
 

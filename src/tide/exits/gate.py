@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tide.exits.confidence import ConfidenceModel, gather_features
+from tide.exits.fused import FusedGate, fuse
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
@@ -70,6 +71,11 @@ class ExitGate(nn.Module):
         self.confidence_model = confidence_model if thresholds.confidence is not None else None
         wants_router = thresholds.router is not None or self.confidence_model is not None
         self.router = router if wants_router else None
+        self.fused: FusedGate | None = None
+
+    def fuse(self) -> None:
+        """Decide by fused operations, where kernels run; to be called once all is in its place."""
+        self.fused = fuse(self)
 
     @property
     def wants_ngrams(self) -> bool:
@@ -92,8 +98,10 @@ class ExitGate(nn.Module):
             A packed `DecisionBatch`, `[..., 3]`.
         """
         shape = states.shape[:-1]
-        decision = self.decide(states.flatten(0, -2), notes.flatten(0, -2).to(states.device))
-        return decision.pack().unflatten(0, shape)
+        states, notes = states.flatten(0, -2), notes.flatten(0, -2).to(states.device)
+        if self.fused is not None and self.fused.usable:
+            return self.fused(states, notes).unflatten(0, shape)
+        return self.decide(states, notes).pack().unflatten(0, shape)
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
         """Decide for tokens, `[n, hidden]` and `[n, NOTES]`."""
@@ -127,6 +135,11 @@ class OpenGate(ExitGate):
 
     def __init__(self, head: ExitHead, readout: Readout | None) -> None:
         super().__init__(head, readout, Thresholds())
+
+    def fuse(self) -> None:
+        """Nothing but its readout: the host decides."""
+        if self.readout is not None:
+            self.readout.fuse()
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
         """See `ExitGate.decide`."""

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from tide.errors import UnsupportedModelError
+from tide.exits.norms import hooked, known_norm
 from tide.kernels.arguments import Head, Norm
+from tide.kernels.dispatch import fused
 from tide.kernels.operators import top_token
 from tide.kernels.reference import top_of
 from tide.models.runner import logit_scales, scale_logits
@@ -29,6 +31,7 @@ class Readout:
         self.norm, self.head, self.config = norm, head, config
         self.size: int = config.vocab_size
         self.vocabulary = vocabulary
+        self._known_norm: Norm | None = None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         if vocabulary is not None:
@@ -68,6 +71,11 @@ class Readout:
             wanted: boolean, `[n]`: of which of them.
             scores: whether log-probabilities are wanted.
         """
+        found = self.fused
+        if found is not None:
+            norm, head = found
+            index, tops = top_token(hidden, wanted, norm, head, scores)
+            return self.tokens(index), tops
         states, (weight, bias) = self.norm(hidden), self._linear_head()
         if weight is None:
             index, tops = top_of(scale_logits(self.config, self.head(states)), scores)
@@ -77,13 +85,27 @@ class Readout:
             index, tops = top_token(states, wanted, Norm(), head, scores)
         return self.tokens(index), tops
 
+    def fuse(self) -> None:
+        """Let `top` run norm and head as one operation, where kernels run and both are known."""
+        weight, _ = self._linear_head()
+        self._known_norm = None
+        if weight is not None and fused(weight) and weight.device == self.device:
+            self._known_norm = known_norm(self.norm)
+
+    @property
+    def fused(self) -> tuple[Norm, Head] | None:
+        """Norm and head as one operation takes them; None before `fuse`, or if one has hooks."""
+        weight, bias = self._linear_head()
+        if self._known_norm is None or weight is None or hooked(self.norm):
+            return None
+        return self._known_norm, Head(weight, bias, *logit_scales(self.config))
+
     def _linear_head(self) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of a head that is nothing but a linear map; None of any other."""
         if self._weight is not None:
             return self._weight, self._bias
         head = self.head
-        hooked = head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook")
-        if type(head) is not nn.Linear or hooked:
+        if type(head) is not nn.Linear or hooked(head):
             return None, None
         dense = type(head.weight.data) is Tensor and not head.weight.is_meta
         return (head.weight, head.bias) if dense else (None, None)

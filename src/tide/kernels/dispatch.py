@@ -34,6 +34,8 @@ def choose(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     wanted = wanted_backend()
     if wanted == "reference":
         return "reference", "TIDE_KERNELS=reference"
+    if wanted == "auto" and device.type == "cpu":  # without importing triton
+        return "reference", "the device is a CPU"
     obstacle = _obstacle(device, dtype)
     if wanted == "triton":
         if obstacle is not None:
@@ -43,8 +45,6 @@ def choose(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
         return "triton", "TIDE_KERNELS=triton"
     if obstacle is not None:
         return "reference", obstacle
-    if device.type == "cpu":
-        return "reference", "the interpreter is for tests; TIDE_KERNELS=triton uses it"
     return "triton", f"{device.type}, {_name(device)}"
 
 
@@ -109,4 +109,4 @@ def _too_old(device: torch.device) -> str | None:
 
 @cache
 def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return torch.cuda.get_device_name(device)

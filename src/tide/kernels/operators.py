@@ -5,12 +5,15 @@ Which version runs is decided at each call, by `dispatch.py`. What they mean is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from tide.kernels import reference
 from tide.kernels.arguments import Confidence, Head, Norm, Router
-from tide.kernels.dispatch import implementation
+from tide.kernels.dispatch import choose, implementation
 
 
 @custom_op("tide::score_exits", mutates_args=())
@@ -161,6 +164,11 @@ def append_kv(
 ) -> None:
     """See `reference.append_kv`."""
     _append_kv(keys, values, new_keys, new_values, slots)
+
+
+def append_kv_on(device: torch.device, dtype: torch.dtype) -> Any:
+    """`append_kv` for a device: the operator where it is a kernel, else what a graph can fuse."""
+    return append_kv if choose(device, dtype)[0] == "triton" else reference.append_kv
 
 
 def gather_path(buffers: list[Tensor], path: Tensor, starts: Tensor, counts: Tensor) -> None:

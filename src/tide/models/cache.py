@@ -21,6 +21,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from tide.errors import RangeError, UnsupportedCacheError
+from tide.kernels.operators import append_kv_on
 from tide.models.chunk import Chunk, host_mask, plan_chunk
 from tide.models.tokens import TokenBatch
 
@@ -66,9 +67,9 @@ class WaterlineLayer(CacheLayerMixin):
             self.keys[:, :, chunk.block] = key_states
             self.values[:, :, chunk.block] = value_states
         else:
-            lines, slots = (t.to(key_states.device) for t in (chunk.lines, chunk.places.slots))
-            self.keys[lines, :, slots] = key_states.transpose(1, 2)
-            self.values[lines, :, slots] = value_states.transpose(1, 2)
+            append_kv = append_kv_on(self.keys.device, self.keys.dtype)
+            slots = chunk.places.slots.to(self.keys.device)
+            append_kv(self.keys, self.values, key_states, value_states, slots)
         if chunk.fill:
             raise KVWritten
         return self.keys[:, :, :stop], self.values[:, :, :stop]

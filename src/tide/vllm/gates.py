@@ -84,6 +84,8 @@ class Gates:
             )
             for c in self.checkpoints
         ]
+        for gate in self.gates:
+            gate.fuse()
 
     def _require(self, checkpoint: Checkpoint) -> None:
         """Raise for a checkpoint whose gate cannot run here."""
@@ -141,8 +143,8 @@ class Gates:
             may = self.script is None or self.script.script(at, number)
             told = partial(self._predict, requests, request)
             notes.append(gate.note(told) if may else (0,) * NOTES)
-        decision = gate.decide(states, torch.tensor(notes, device=states.device))
-        return decision.exits.nonzero().squeeze(1).tolist()
+        decision = gate(states, torch.tensor(notes, device=states.device))
+        return [i for i, exits in enumerate(decision[:, 0].tolist()) if exits]
 
     def _predict(self, requests: Requests, request: int) -> NGramPrediction:
         return self.history.predict(requests, request) if self.history else NGramPrediction()
