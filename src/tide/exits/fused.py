@@ -98,7 +98,7 @@ def fuse(gate: Any) -> FusedGate | None:
     modules: list[nn.Module] = [
         part for part in (gate.head, gate.router, gate.confidence_model) if part is not None
     ]
-    tensors = [tensor for module in modules for tensor in module.parameters()]
+    tensors: list[Tensor] = [tensor for module in modules for tensor in module.parameters()]
     if readout is not None:
         readout.fuse()
         found = readout.fused
