@@ -134,24 +134,8 @@ def _texts(args: argparse.Namespace) -> list[str]:
 
 def calibrate(args: argparse.Namespace) -> Any:
     """An artifact for the model, which the next parts use."""
-    small = (
-        [
-            "--samples",
-            "8",
-            "--new-tokens",
-            "8",
-            "--vocabulary",
-            "0",
-            "--interval",
-            "2",
-            "--min-layers",
-            "2",
-            "--bottleneck",
-            "8",
-        ]
-        if args.tiny
-        else ["--samples", "600"]
-    )
+    few = "--samples 32 --new-tokens 8 --vocabulary 0 --interval 2 --min-layers 2 --bottleneck 8"
+    small = (few if args.tiny else "--samples 600").split()
     words = [args.model, "--data", args.data, "--device", args.device, "--dtype", args.dtype]
     began = time.perf_counter()
     command(args, "calibrate", "-m", "tide.cli", "calibrate", *words, *small, "-o",
