@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -20,7 +21,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time", action="store_true", help="on a GPU: time, and bandwidth against bytes to move"
     )
-    parser.add_argument("--out", metavar="FILE", help="write the result as JSON")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the result as JSON")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
