@@ -95,7 +95,7 @@ def make_cases(dtype: torch.dtype, device: torch.device | str, sizes: Sizes) -> 
     router = Router(
         numbers(z.hidden, wide=True), numbers(z.bottleneck, z.hidden, scale=root, wide=True),
         numbers(z.bottleneck, wide=True), numbers(z.bottleneck, wide=True), numbers(1, wide=True),
-        1e-6, 0.3,
+        1e-6, None,
     )  # fmt: skip
     norm = Norm("rms", numbers(z.hidden), None, 1e-6)
     head = Head(numbers(z.vocabulary, z.hidden, scale=root), numbers(z.vocabulary), 1.0, 30.0)
