@@ -161,7 +161,8 @@ def test_score_exits(hidden: int, n: int, dtype: torch.dtype, exited: str) -> No
     ("candidates", "norm"), [(2, "layer"), (16, "none"), (128, "rms"), (130, "layer")]
 )
 def test_score_exits_with_any_number_of_candidates(candidates: int, norm: str) -> None:
-    arguments = list(gate_arguments(19, 123, torch.float32, candidates=candidates, width=20))
+    sizes = {"candidates": candidates, "width": 20, "bottleneck": 70}
+    arguments = list(gate_arguments(19, 123, torch.float32, **sizes))
     arguments[4] = Norm(norm, numbers(123), numbers(123) if norm == "layer" else None, 1e-5)
     arguments[5] = Head(arguments[5].head, numbers(301), 0.5, 3.0)
     arguments[6] = arguments[6]._replace(fixed_bias=numbers(candidates))

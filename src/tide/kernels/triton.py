@@ -24,7 +24,8 @@ from tide.kernels.launch import interpreted, launch
 TOKENS = 16  # of a program that multiplies matrices; the least that GPUs take
 # In the interpreter each operation takes long, whatever its size.
 BLOCK_V = 1024 if interpreted() else 128  # tokens of the vocabulary in a program
-BLOCK_O = 256 if interpreted() else 32  # results of a linear map at once
+BLOCK_O = 1024 if interpreted() else 32  # numbers of a transformed state in a program
+BLOCK_G = 64 if interpreted() else 32  # candidates, and numbers of a router, at once
 _NORMS = {"none": 0, "rms": 1, "layer": 2}
 
 
@@ -95,7 +96,7 @@ def score_exits(
         decision=decision, router_logits=routed, bottleneck=bottleneck, count=count,
         ROUTED=router.down is not None, DECIDES=router.router_threshold is not None,
         CANDIDATES=prefilter.inner is not None, WIDE=_wide(states), TOKENS=TOKENS,
-        BLOCK=_block(states), BLOCK_B=BLOCK_O, BLOCK_C=BLOCK_O,
+        BLOCK=_block(states), BLOCK_B=BLOCK_G, BLOCK_C=BLOCK_G,
     )  # fmt: skip
     return decision, routed
 
