@@ -37,6 +37,7 @@ NEW = 96
 SHARES = (0.3, 0.6, 0.9)
 VOCABULARY = 8192  # tokens that the scripted exits' heads read
 FASTEST = "HF compiled"
+TREES = TIDEConfig(mode="lossless", max_tree=64)
 
 
 def exiting(model: Any, share: float) -> TIDE:
@@ -59,6 +60,8 @@ def methods_of(model: Any, options: dict[str, Any]) -> dict[str, Callable[[Any],
         "lossless": TIDE(model),
         "off, compiled": TIDE(model, config=TIDEConfig(mode="off"), check=False, compile=True),
         "lossless, compiled": TIDE(model, check=False, compile=True),
+        "lossless, trees": TIDE(model, config=TREES),
+        "lossless, trees, compiled": TIDE(model, config=TREES, compile=True),
     }
     methods: dict[str, Callable[[Any], Any]] = {
         "HF eager": lambda batch: model.generate(**batch, **options),
