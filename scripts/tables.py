@@ -38,6 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "compiled_exits": speed.compiled_exits,
     "trees": lambda: trees.tokens_per_pass("trees"),
     "trees_qwen": lambda: trees.tokens_per_pass("trees_qwen2_5_coder_0_5b"),
+    "trees_speed": lambda: speed.compiled("trees_speed"),
     "trees_computed": trees.computed,
     "commits": speed.commits,
     "lossless": speed.lossless,
