@@ -5,7 +5,8 @@
 
 Spec-Bench prompts through every method in turn. "HF compiled" is transformers' documented way: a
 static cache and `torch.compile`, the cache as long as each call needs. Exits at half depth are
-scripted; the limit is what their passes cost by themselves, compiled, in the same process.
+scripted; the limit is what their passes cost by themselves, compiled, in the same process. Lossless
+methods draft chains where they do not say trees.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ NEW = 96
 SHARES = (0.3, 0.6, 0.9)
 VOCABULARY = 8192  # tokens that the scripted exits' heads read
 FASTEST = "HF compiled"
+CHAINS = TIDEConfig(mode="lossless", max_tree=0)
 
 
 def exiting(model: Any, share: float) -> TIDE:
@@ -56,9 +58,11 @@ def exiting(model: Any, share: float) -> TIDE:
 def methods_of(model: Any, options: dict[str, Any]) -> dict[str, Callable[[Any], Any]]:
     """Every method, from a batch of prompts to the generated ids."""
     engines = {
-        "lossless": TIDE(model),
+        "lossless": TIDE(model, config=CHAINS),
         "off, compiled": TIDE(model, config=TIDEConfig(mode="off"), check=False, compile=True),
-        "lossless, compiled": TIDE(model, check=False, compile=True),
+        "lossless, compiled": TIDE(model, config=CHAINS, check=False, compile=True),
+        "lossless, trees": TIDE(model),
+        "lossless, trees, compiled": TIDE(model, compile=True),
     }
     methods: dict[str, Callable[[Any], Any]] = {
         "HF eager": lambda batch: model.generate(**batch, **options),

@@ -60,11 +60,26 @@ def rows_of(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(data) / path).read_text().splitlines()]
 
 
-def spec_bench(count: int) -> list[dict[str, str]]:
-    """First turns of Spec-Bench, `count` of them spread evenly over its categories, in order."""
+# Categories of MT-Bench, whose questions are one of the six tasks of Spec-Bench.
+_MT_BENCH = (
+    "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities",
+)  # fmt: skip
+
+
+def spec_bench(count: int, *, tasks: bool = False) -> list[dict[str, str]]:
+    """First turns of Spec-Bench, `count` of them spread evenly over its categories, in order.
+
+    Args:
+        tasks: spread them over its six tasks instead, as its published results are weighed.
+    """
     by_category: dict[str, list[str]] = {}
     for row in rows_of("spec_bench/question.jsonl"):
-        by_category.setdefault(row["category"], []).append(row["turns"][0])
+        of_task = tasks and row["category"] in _MT_BENCH
+        category = "conversation" if of_task else row["category"]
+        by_category.setdefault(category, []).append(row["turns"][0])
+    if tasks:  # the data has the eight categories of MT-Bench one after the other
+        talk = by_category["conversation"]
+        by_category["conversation"] = [text for k in range(10) for text in talk[k::10]]
     picked: list[dict[str, str]] = []
     while len(picked) < count:
         turn = len(picked) // len(by_category)

@@ -2,11 +2,11 @@
 
     TIDE_DATA=... python bench/trees.py $(python scripts/weights.py) --out bench/results/trees.json
 
-Counts passes of the model after the prompt's, for HF generate, transformers' prompt lookup, chains
-and trees of each size, each always drafted as large as allowed. What pays on a device is another
-question, which the costs of its passes decide; counts do not depend on it. With `--artifact`, its
-table drafts too, in methods of their own. Every engine keeps what it has learned from prompt to
-prompt.
+Prompts are spread over Spec-Bench's six tasks, as its published results are. Counts passes of the
+model after the prompt's, for HF generate, transformers' prompt lookup, chains and trees of each
+size, each always drafted as large as allowed. What pays on a device is another question, which the
+costs of its passes decide; counts do not depend on it. With `--artifact`, its table drafts too, in
+methods of their own. Every engine keeps what it has learned from prompt to prompt.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main() -> None:
     locate(model).layers[0].register_forward_hook(count)
     counts: dict[str, list[tuple[str, int, int]]] = {name: [] for name in methods}
     seconds, exact = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0)
-    questions = spec_bench(args.prompts)
+    questions = spec_bench(args.prompts, tasks=True)
     for question in track(questions, description="Prompts"):
         prompt = chat(tokenizer, [question["text"]])
         given, expected = prompt["input_ids"].shape[1], None

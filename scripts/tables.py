@@ -3,8 +3,8 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure within a sentence between
 `<!-- figure: NAME -->` and `<!-- end -->`; nothing between them is typed by hand. `--check` only
 reports whether they are up to date. Tables of results are made in `speed_tables.py`,
-`calibration_tables.py`, `risk_tables.py` and `kernel_tables.py`, those of the code in
-`reference.py`, figures in `figures.py`.
+`tree_tables.py`, `calibration_tables.py`, `risk_tables.py` and `kernel_tables.py`, those of the
+code in `reference.py`, figures in `figures.py`.
 
     python scripts/tables.py [--check]
 """
@@ -21,6 +21,7 @@ import kernel_tables as kernels
 import reference
 import risk_tables as risk
 import speed_tables as speed
+import tree_tables as trees
 from figures import figure
 from results import ROOT
 
@@ -36,6 +37,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "compiled": speed.compiled,
     "compiled_qwen": lambda: speed.compiled("compiled_qwen2_5_coder_0_5b"),
     "compiled_exits": speed.compiled_exits,
+    "trees": lambda: trees.tokens_per_pass("trees"),
+    "trees_qwen": lambda: trees.tokens_per_pass("trees_qwen2_5_coder_0_5b"),
+    "trees_speed": lambda: speed.compiled("trees_speed"),
+    "trees_computed": trees.computed,
     "commits": speed.commits,
     "lossless": speed.lossless,
     "lossless_by_category": speed.lossless_by_category,

@@ -220,7 +220,7 @@ def test_exit_drafts_are_compared_although_another_sequence_drafts(monkeypatch: 
         record(self, used, tokens, seconds)
 
     monkeypatch.setattr(OnlineComparison, "record", spy)
-    tide = engine(tiny_model("llama"), "lossless", "always", max_pending=12)
+    tide = engine(tiny_model("llama"), "lossless", "always", max_pending=12, max_tree=0)
     tide.generate(**mixed(4), **options())
     deep = tide.runner.counts.calls[-1] - 1  # less the prompts
     assert sum(tide.last_stats.accepted.get(f"context {n}", 0) for n in (1, 2, 3)) > 10

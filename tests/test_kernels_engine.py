@@ -41,7 +41,7 @@ GATE = {"score_exits", "top_parts", "confirm_exits", "append_kv"}
 CHAIN, TREE = {"top_parts", "top_token"}, {"gather_path"}
 WAYS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "exit": ({"mode": "exit"}, GATE),
-    "lossless": ({"mode": "lossless", "drafts": ("context",)}, CHAIN),
+    "lossless": ({"mode": "lossless", "drafts": ("context",), "max_tree": 0}, CHAIN),
     "trees": ({"mode": "lossless", "drafts": ("context", "recycled"), "max_tree": 8}, TREE),
 }
 

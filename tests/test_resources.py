@@ -89,11 +89,14 @@ def test_nothing_of_a_call_waits_for_the_garbage_collector(mode: str) -> None:
     assert not alive
 
 
+@pytest.mark.parametrize("nodes", [0, 64])
 @pytest.mark.parametrize("new_tokens", [20, 600])
-def test_kv_takes_little_more_memory_than_the_cache_of_transformers(new_tokens: int) -> None:
+def test_kv_takes_little_more_memory_than_the_cache_of_transformers(
+    new_tokens: int, nodes: int
+) -> None:
     model = tiny_model("llama", max_position_embeddings=2048)
     ids = torch.randint(3, 97, (1, 1000), generator=torch.Generator().manual_seed(0))
-    tide = engine(model, "lossless", "random")
+    tide = engine(model, "lossless", "random", max_tree=nodes)
     caches, ratios = [], []
     new_cache = tide.runner.new_cache
 
@@ -107,7 +110,8 @@ def test_kv_takes_little_more_memory_than_the_cache_of_transformers(new_tokens: 
             if caches:
                 length = 1000 + len(self.pieces) - 2  # the newest token has not run yet
                 per_token = 2 * model.config.num_key_value_heads * 8 * 4
-                dynamic = length * per_token * model.config.num_hidden_layers
+                # A tree that is being verified has slots too.
+                dynamic = (length + nodes) * per_token * model.config.num_hidden_layers
                 held = sum(
                     buffer.untyped_storage().nbytes()
                     for layer in caches[-1].layers
@@ -119,7 +123,8 @@ def test_kv_takes_little_more_memory_than_the_cache_of_transformers(new_tokens: 
     options = {**GREEDY, "eos_token_id": None, "max_new_tokens": new_tokens}
     tide.generate(ids, **options, streamer=Measure())
     assert len(ratios) == new_tokens
-    assert min(ratios) >= 1 and max(ratios) <= 1.1
+    assert nodes or min(ratios) >= 1
+    assert max(ratios) <= 1.1
 
 
 def test_memory_stays_flat_over_a_thousand_calls() -> None:

@@ -310,9 +310,11 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("drafts", [(), ("context",)])
+@pytest.mark.parametrize(
+    ("drafts", "nodes", "steps"), [((), 0, 240), (("context",), 0, 40), (("context",), 20, 22)]
+)
 def test_host_reads_per_token_do_not_grow_with_length(
-    drafts: tuple[str, ...], monkeypatch: Any
+    drafts: tuple[str, ...], nodes: int, steps: int, monkeypatch: Any
 ) -> None:
     """One read a step, at the 500th token and at the 4,000th."""
     windows = {500: HostReads(), 3990: HostReads()}  # over the 240 tokens before
@@ -339,7 +341,8 @@ def test_host_reads_per_token_do_not_grow_with_length(
         "llama", num_hidden_layers=2, max_position_embeddings=8192, hidden_size=16,
         intermediate_size=16, num_attention_heads=2, num_key_value_heads=1,
     )  # fmt: skip
-    tide = TIDE(model, None, TIDEConfig(mode="lossless", drafts=drafts), check=False)
+    config = TIDEConfig(mode="lossless", drafts=drafts, max_tree=nodes)
+    tide = TIDE(model, None, config, check=False)
     tide.drafter.fixed = True
     ids = torch.tensor([[7, 8, 9, 10, 11]])  # continues as a cycle of five: drafts are accepted
     options = {**GREEDY, "max_new_tokens": 4000, "eos_token_id": [96]}
@@ -350,6 +353,6 @@ def test_host_reads_per_token_do_not_grow_with_length(
     assert out.shape[1] == 4005
     counts = windows[500].counts
     assert windows[3990].counts == counts
-    assert counts["steps"] == (40 if drafts else 240)
+    assert counts["steps"] == steps
     assert counts["reads"] == counts["steps"]
-    assert counts["numbers"] == 240
+    assert counts["numbers"] == (242 if nodes else 240)  # of whole steps

@@ -67,7 +67,7 @@ class TIDEConfig:
     max_pending: int = 16
     drafts: tuple[str, ...] = DRAFT_SOURCES
     max_draft: int = 10
-    max_tree: int = 0
+    max_tree: int = MOST_NODES
     share_recycled: bool = True
     prefill_exit: bool = False
     audit_tail: bool = False

@@ -19,7 +19,7 @@ from tide.exits.table import ContinuationTable
 
 _HOPELESS = 0.004  # chance below which a node is not worth its place in any pass
 _FADE = 0.998  # weight of what was known before each outcome
-_ASSUMED = 4.0  # outcomes that the assumed rates count for
+_ASSUMED = 16.0  # outcomes that the assumed rates count for
 # Rates from which each source starts, by the entry of an `Origin`.
 _CONTEXT = (0.0, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8)
 _TABLE = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)

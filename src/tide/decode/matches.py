@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LONGEST = 8  # tokens that a match counts
-_ORDERS = (3, 1)  # n-grams that are looked up
-_HELD = 4  # latest occurrences that are kept of each
+_ORDERS = (3, 2, 1)  # n-grams that are looked up
+_HELD = 8  # latest occurrences that are kept of each
 
 
 class ContextMatches:
