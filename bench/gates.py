@@ -28,9 +28,9 @@ from tide.calibration.pipeline import checkpoint_layers, frozen
 from tide.calibration.report import RISKS
 from tide.calibration.scores import Scores
 from tide.config import TIDEConfig
-from tide.exits.candidates import CandidateReadout
+from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.confidence import ConfidenceModel
-from tide.exits.gate import ExitGate, Prefilter, note
+from tide.exits.gate import ExitGate, note
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.thresholds import Thresholds
 from tide.models.attach import attach

@@ -3,8 +3,8 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure within a sentence between
 `<!-- figure: NAME -->` and `<!-- end -->`; nothing between them is typed by hand. `--check` only
 reports whether they are up to date. Tables of results are made in `speed_tables.py`,
-`tree_tables.py`, `calibration_tables.py` and `risk_tables.py`, those of the code in `reference.py`,
-figures in `figures.py`.
+`tree_tables.py`, `calibration_tables.py`, `risk_tables.py` and `kernel_tables.py`, those of the code
+in `reference.py`, figures in `figures.py`.
 
     python scripts/tables.py [--check]
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import calibration_tables as calibration
+import kernel_tables as kernels
 import reference
 import risk_tables as risk
 import speed_tables as speed
@@ -65,6 +66,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": reference.settings,
     "sequences": reference.sequences,
     "commands": reference.commands,
+    "kernels_float32": lambda: kernels.compiled("float32"),
+    "kernels_float16": lambda: kernels.compiled("float16"),
+    "kernels_bfloat16": lambda: kernels.compiled("bfloat16"),
+    "kernels_moved": kernels.moved,
 }
 
 

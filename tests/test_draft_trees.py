@@ -23,7 +23,7 @@ from tide.decode.matches import ContextMatches
 from tide.decode.recycled import RecycledPredictions
 from tide.decode.tree import DraftTree
 from tide.engine import TIDE
-from tide.kernels.reference import successors_of
+from tide.kernels.arithmetic import successors_of
 from tide.models.cache import WaterlineCache
 from tide.models.tokens import TokenBatch
 from tiny import FAMILIES, VOCABULARY, tiny_model
@@ -106,13 +106,13 @@ def test_kv_after_each_step_is_that_of_a_full_forward(
     monkeypatch.setattr(TreeSource, "grow", oracle(texts, random.Random(0)))
     end_step = DecodeLoop.end_step
     moved: list[Any] = []
-    move = WaterlineCache.move
+    keep_paths = WaterlineCache.keep_paths
 
-    def noted(self: WaterlineCache, moves: Any) -> None:
-        moved.append(moves)
-        move(self, moves)
+    def noted(self: WaterlineCache, paths: Any) -> None:
+        moved.append(paths)
+        keep_paths(self, paths)
 
-    monkeypatch.setattr(WaterlineCache, "move", noted)
+    monkeypatch.setattr(WaterlineCache, "keep_paths", noted)
 
     def checked(self: DecodeLoop) -> None:
         for i, sequence in enumerate(self.batch.sequences):

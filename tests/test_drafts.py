@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from tide.calibration.table import build_table
 from tide.decode.sources import ContextNGrams, CrossRequestNGrams, Draft, TableDrafts
-from tide.exits.candidates import CandidateReadout
+from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.confidence import ConfidenceModel, gather_features
-from tide.exits.gate import ExitGate, Prefilter, note
+from tide.exits.gate import ExitGate, note
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramIndex, NGramPrediction, NGramPredictor
 from tide.exits.routers import TokenRouter

@@ -85,13 +85,7 @@ def test_the_kv_of_any_path_of_any_tree_is_that_of_a_full_forward(data: st.DataO
     nodes = [[data.draw(token) for _ in tree] for tree in trees]
     _, cache = run_trees(runner, prompts, nodes, trees)
     paths = [path(tree, data.draw(st.integers(-1, len(tree) - 1))) for tree in trees]
-    moves = [
-        (i, len(prompts[i]) + node, len(prompts[i]) + k)
-        for i, kept in enumerate(paths)
-        for k, node in enumerate(kept)
-    ]
-    if moves:
-        cache.move(moves)
+    cache.keep_paths({i: (len(prompts[i]), kept) for i, kept in enumerate(paths)})
     cache.rollback([len(p) + len(kept) for p, kept in zip(prompts, paths, strict=True)])
     for i, kept in enumerate(paths):
         ids = torch.tensor([prompts[i] + [nodes[i][n] for n in kept]])

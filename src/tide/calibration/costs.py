@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from tide.config import TIDEConfig
-from tide.exits.candidates import CandidateReadout
+from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.confidence import ConfidenceModel
 from tide.exits.files import write_whole
-from tide.exits.gate import ExitGate, Prefilter, note
+from tide.exits.gate import ExitGate, note
 from tide.exits.heads import ExitHead, Readout, TargetHead, read_exit_head
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
@@ -113,6 +113,8 @@ def measure_costs(
     gate = ExitGate(head, exit_readout, Thresholds(confidence=0.5), None, ConfidenceModel())
     gate, notes = gate.to(exit_readout.device), torch.tensor([note(NGramPrediction())])
     rejecting = _rejecting_gate(exit_readout, head, router)
+    for timed in (gate, rejecting):
+        timed.fuse()
     state = torch.zeros(1, runner.config.hidden_size).to(exit_readout.device, exit_readout.dtype)
     # Two parts that differ in length tell the cost of a layer from the fixed cost of a pass.
     few = max(1, n // 4)

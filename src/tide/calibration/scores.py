@@ -22,7 +22,7 @@ from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction, NGramPredictor
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
-from tide.kernels.reference import top_of
+from tide.kernels.arithmetic import top_of
 
 # The use of each document of the tuning split, in turn: to stop routers and fit confidence models,
 # to choose exits, to report on them. In turn, since the first units are greedy, later ones sampled.

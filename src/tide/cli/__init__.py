@@ -21,6 +21,7 @@ COMMANDS = {
     "eval": "run lm-evaluation-harness with TIDE as the model",
     "serve": "run vLLM's server with exits or drafts",
     "export-draft": "write a calibrated exit as a draft model for speculative decoding",
+    "kernels": "show which kernels run here, check, compile and time them",
     "env": "print versions and devices, and the runner of a model, for bug reports",
     "completion": "print a script that completes commands and options in your shell",
 }

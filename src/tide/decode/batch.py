@@ -136,19 +136,20 @@ class BatchState:
         Args:
             paths: by sequence, nodes that have reached full depth.
         """
-        moves = []
+        moved: dict[int, tuple[int, Sequence[int]]] = {}
         for i, path in paths.items():
             sequence = self.sequences[i]
             start, length = sequence.committed, sequence.committed + len(path)
-            moves += [(i, start + node, start + k) for k, node in enumerate(path) if node != k]
+            if any(node != k for k, node in enumerate(path)):
+                moved[i] = start, path
             kept = [sequence.tokens[start + node] for node in path]
             sequence.tokens[start:length] = kept
             if kept:
                 place = sequence.padding + start
                 sequence.context[place : place + len(kept)] = torch.tensor(kept)
             self.rollback(i, length)
-        if moves:
-            self.cache.move(moves)
+        if moved:
+            self.cache.keep_paths(moved)
 
     def commit(self, i: int, token: int) -> str | None:
         """Make `token` the next committed token of a sequence.

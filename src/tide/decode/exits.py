@@ -92,6 +92,9 @@ def make_exits(
     recycles = trees and runner.takes_trees and "recycled" in config.drafts
     make_head = SuccessorHead if recycles else TargetHead
     target_head = make_head(Readout(parts.norm, parts.head, runner.config))
+    for gate in gates:
+        gate.fuse()
+    target_head.readout.fuse()
     script = None if policy is None else policy.script
     return Exits(checkpoints, gates, readout, target_head, script, table)
 

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tide.exits.heads import TargetHead
-from tide.kernels.reference import successors_of, top_successors
+from tide.kernels.arguments import Head
+from tide.kernels.arithmetic import successors_of
+from tide.kernels.operators import top_successors
 from tide.models.runner import logit_scales, scale_logits
 
 SUCCESSORS = 8  # tokens kept after each
@@ -66,6 +68,6 @@ class SuccessorHead(TargetHead):
             found = successors_of(logits, SUCCESSORS)
         else:
             normed, wanted = normed.to(weight.device), wanted.to(weight.device)
-            scales = logit_scales(readout.config)
-            found = top_successors(normed, wanted, weight, bias, scales, SUCCESSORS)
+            head = Head(weight, bias, *logit_scales(readout.config))
+            found = top_successors(normed, wanted, head, SUCCESSORS)
         return found.unflatten(0, states.shape[:2])

@@ -15,7 +15,7 @@ from tide.decode.sampler import Sampler
 from tide.decode.schedule import Pass, run_pass
 from tide.decode.sequence import SequenceState
 from tide.exits.heads import TargetHead
-from tide.kernels.reference import successors_of
+from tide.kernels.arithmetic import successors_of
 from tide.models.runner import DepthRunner
 from tide.stats import ExitStats, TokenRecord
 

@@ -12,8 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tide.kernels.arguments import CANDIDATE_FEATURES
+from tide.kernels.arithmetic import confidence_features
+
 # What a confidence model may look at, and how many numbers each gives.
-FEATURES = {"head": 2, "router": 1, "context": 3, "table": 2, "candidates": 7}
+FEATURES = {"head": 2, "router": 1, "context": 3, "table": 2, "candidates": CANDIDATE_FEATURES}
 WITH_HEAD = ("head", "router", "context", "table")  # once the exit head is read
 
 
@@ -61,22 +64,8 @@ def gather_features(
         router: the router's logits, `[n]`; None if there is no router.
         ngrams: what n-grams predict, `[n, 4]`: an `NGramPrediction`, its chance in 255ths.
     """
-    parts: list[Tensor] = []  # [n, numbers of the feature] each
-    if "head" in names:
-        surest, second = tops.float().unbind(-1)
-        surest = surest.clamp_max(-1e-6)
-        chances = surest - torch.log(-torch.expm1(surest))
-        parts.append(torch.stack([chances.clamp(-10, 10), (surest - second).clamp_max(10)], -1))
-    if "router" in names:
-        parts.append(tops.new_zeros(len(tops), 1) if router is None else router.float()[:, None])
-    if "context" in names or "table" in names:
-        others = ngrams[:, ::2]  # of context and table
-        # 1 where a prediction agrees, -1 where not, 0 where there is none.
-        votes = (2.0 * (tokens[:, None] == others) - 1) * (others >= 0)
-    if "context" in names:
-        orders = torch.arange(3, 0, -1, device=ngrams.device)
-        parts.append(votes[:, :1] * (ngrams[:, 1:2] == orders))
-    if "table" in names:
-        signed = votes[:, 1:] * (ngrams[:, 3:] / 255)
-        parts.append(torch.cat([signed.clamp_min(0), (-signed).clamp_min(0)], -1))
-    return torch.cat(parts, dim=-1)
+    every = confidence_features(tokens, tops, router, ngrams)
+    if set(names) == set(WITH_HEAD):
+        return every
+    parts = zip(WITH_HEAD, every.split([FEATURES[name] for name in WITH_HEAD], -1), strict=True)
+    return torch.cat([part for name, part in parts if name in names], dim=-1)

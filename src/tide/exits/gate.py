@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from tide.exits.candidates import CandidateReadout
+from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.checkpoint import Checkpoint
 from tide.exits.confidence import ConfidenceModel, gather_features
+from tide.exits.fused import FusedGate, fuse
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
@@ -44,23 +45,6 @@ class DecisionBatch(NamedTuple):
         """As one tensor, `[..., 3]`: the host is to wait for one copy only."""
         # Token ids are whole numbers below 2 ** 24, which float32 holds exactly.
         return torch.stack([self.exits.float(), self.tokens.float(), self.scores.float()], -1)
-
-
-class Prefilter(nn.Module):
-    """Rejects tokens by their candidates, before the exit head is read.
-
-    Args:
-        model: from the feature "candidates" to the chance that the exit is correct.
-        candidates: reads them.
-    """
-
-    def __init__(self, model: ConfidenceModel, candidates: CandidateReadout) -> None:
-        super().__init__()
-        self.model, self.candidates = model, candidates
-
-    def forward(self, states: Tensor, ngrams: Tensor) -> Tensor:
-        """The chance, `[n]`; takes normed states, `[n, hidden]`, as the exit head reads them."""
-        return self.model(self.candidates.features(states, ngrams).to(self.model.mean))
 
 
 class ExitGate(nn.Module):
@@ -95,6 +79,14 @@ class ExitGate(nn.Module):
         self.prefilter = prefilter if thresholds.prefilter is not None else None
         wants_router = thresholds.router is not None or self.confidence_model is not None
         self.router = router if wants_router else None
+        self.fused: FusedGate | None = None
+
+    def fuse(self) -> None:
+        """Decide by fused operations, where kernels run; to be called once all is in its place."""
+        parts = self.router, self.confidence_model, self.prefilter
+        self.fused = None if self.readout is None else fuse(
+            self.head, self.readout, self.thresholds, *parts
+        )  # fmt: skip
 
     @classmethod
     def of(
@@ -131,8 +123,10 @@ class ExitGate(nn.Module):
             A packed `DecisionBatch`, `[..., 3]`.
         """
         shape = states.shape[:-1]
-        decision = self.decide(states.flatten(0, -2), notes.flatten(0, -2).to(states.device))
-        return decision.pack().unflatten(0, shape)
+        states, notes = states.flatten(0, -2), notes.flatten(0, -2).to(states.device)
+        if self.fused is not None and self.fused.usable:
+            return self.fused(states, notes).unflatten(0, shape)
+        return self.decide(states, notes).pack().unflatten(0, shape)
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
         """Decide for tokens, `[n, hidden]` and `[n, NOTES]`."""
@@ -173,6 +167,9 @@ class OpenGate(ExitGate):
 
     def __init__(self, head: ExitHead, readout: Readout | None) -> None:
         super().__init__(head, readout, Thresholds())
+
+    def fuse(self) -> None:
+        """Nothing: the host decides."""
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
         """See `ExitGate.decide`."""

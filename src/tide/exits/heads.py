@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from tide.errors import UnsupportedModelError
-from tide.kernels.reference import top_of, top_token
+from tide.exits.norms import hooked, known_norm
+from tide.kernels.arguments import Head, Norm
+from tide.kernels.arithmetic import top_of
+from tide.kernels.dispatch import fused
+from tide.kernels.operators import top_token
 from tide.models.runner import logit_scales, scale_logits
 
 
@@ -28,6 +32,7 @@ class Readout:
         self.norm, self.head, self.config = norm, head, config
         self.size: int = config.vocab_size
         self.vocabulary = vocabulary
+        self._known_norm: Norm | None = None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         if vocabulary is not None:
@@ -67,6 +72,9 @@ class Readout:
             wanted: boolean, `[n]`: of which of them.
             scores: whether log-probabilities are wanted.
         """
+        if (found := self.fused) is not None:
+            index, tops = top_token(hidden, wanted, *found, scores)
+            return self.tokens(index), tops
         return self.top_of_normed(self.norm(hidden), wanted, scores=scores)
 
     def top_of_normed(
@@ -78,17 +86,33 @@ class Readout:
             index, tops = top_of(scale_logits(self.config, self.head(states)), scores)
         else:
             states, wanted = states.to(weight.device), wanted.to(weight.device)
-            scales = logit_scales(self.config)
-            index, tops = top_token(states, wanted, weight, bias, *scales, scores)
+            head = Head(weight, bias, *logit_scales(self.config))
+            index, tops = top_token(states, wanted, Norm(), head, scores)
         return self.tokens(index), tops
+
+    def fuse(self) -> None:
+        """Let `top` run norm and head as one operation, where kernels run and both are known."""
+        weight, _ = self.linear_head()
+        place = self.device, self.dtype
+        known = weight is not None and fused(weight) and (weight.device, weight.dtype) == place
+        self._known_norm = known_norm(self.norm) if known else None
+
+    @property
+    def fused(self) -> tuple[Norm, Head] | None:
+        """Norm and head as one operation takes them; None before `fuse`, or if one has hooks."""
+        if self._known_norm is None or hooked(self.norm):
+            return None
+        weight, bias = self.linear_head()
+        return None if weight is None else (
+            self._known_norm, Head(weight, bias, *logit_scales(self.config))
+        )  # fmt: skip
 
     def linear_head(self) -> tuple[Tensor | None, Tensor | None]:
         """Weight and bias of a head that is nothing but a linear map; None of any other."""
         if self._weight is not None:
             return self._weight, self._bias
         head = self.head
-        hooked = head._forward_hooks or head._forward_pre_hooks or hasattr(head, "_hf_hook")
-        if type(head) is not nn.Linear or hooked:
+        if type(head) is not nn.Linear or hooked(head):
             return None, None
         dense = type(head.weight.data) is Tensor and not head.weight.is_meta
         return (head.weight, head.bias) if dense else (None, None)

@@ -11,7 +11,7 @@ full length, since a rollback may need what is out of the window; the mask hides
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from tide.errors import RangeError, UnsupportedCacheError
+from tide.kernels.operators import append_kv_on, gather_path
 from tide.models.chunk import Chunk, host_mask, plan_chunk
 from tide.models.tokens import TokenBatch
 
@@ -66,9 +67,9 @@ class WaterlineLayer(CacheLayerMixin):
             self.keys[:, :, chunk.block] = key_states
             self.values[:, :, chunk.block] = value_states
         else:
-            lines, slots = (t.to(key_states.device) for t in (chunk.lines, chunk.places.slots))
-            self.keys[lines, :, slots] = key_states.transpose(1, 2)
-            self.values[lines, :, slots] = value_states.transpose(1, 2)
+            append_kv = append_kv_on(self.keys.device, self.keys.dtype)
+            slots = chunk.places.slots.to(self.keys.device)
+            append_kv(self.keys, self.values, key_states, value_states, slots)
         if chunk.fill:
             raise KVWritten
         return self.keys[:, :, :stop], self.values[:, :, :stop]
@@ -221,19 +222,22 @@ class WaterlineCache(Cache):
                 layer.values[s, :, end:new_end] = 0
             self.ends[index] = new_ends
 
-    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
-        """Copy KV of tokens to other positions of their sequence, in every layer.
+    def keep_paths(self, paths: Mapping[int, tuple[int, Sequence[int]]]) -> None:
+        """Move KV of a path of sequences' draft trees to the end of their prefix, in every layer.
 
         Args:
-            moves: sequence, position from, position to; all are read before any is written.
+            paths: by sequence, the position of the tree's first node and the nodes, ascending.
         """
-        at = torch.tensor(
-            [(s, self.starts[s] + old, self.starts[s] + new) for s, old, new in moves]
-        ).T
+        plan = np.zeros((2 + max(len(path) for _, path in paths.values()), self.sequences), int)
+        for s, (first, path) in paths.items():
+            plan[:2, s] = self.starts[s] + first, len(path)
+            plan[2 : 2 + len(path), s] = path
+        buffers: dict[torch.device, list[Tensor]] = {}
         for layer in self.layers:
-            lines, old, new = at.to(layer.keys.device)
-            for buffer in (layer.keys, layer.values):
-                buffer[lines, :, new] = buffer[lines, :, old]
+            buffers.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
+        for device, of_device in buffers.items():
+            sent = torch.from_numpy(plan).to(device)
+            gather_path(of_device, sent[2:].T, sent[0], sent[1])
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget, in every layer, what each sequence holds beyond its first `lengths[s]` tokens."""

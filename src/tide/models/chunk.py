@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -107,12 +106,6 @@ class Chunk:
     def key_slots(self) -> int:
         """How many slots of the buffers the attention of this pass reads."""
         return max(self.new_ends)
-
-    @cached_property
-    def lines(self) -> Tensor:
-        """Numbers of the sequences, `[sequences, 1]`, to index buffers with."""
-        packed = self.places.packed
-        return torch.arange(len(packed), device=packed.device)[:, None]
 
     def zero_padding(self, hidden: Tensor) -> Tensor:
         """`hidden`, `[sequences, new_tokens, hidden]`, with zeros at padding.

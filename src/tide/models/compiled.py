@@ -22,6 +22,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from tide.config import MOST_NODES
 from tide.errors import SelfCheckError
+from tide.kernels.operators import append_kv_on
 from tide.models.cache import WaterlineCache
 from tide.models.chunk import Chunk, Places
 from tide.models.fixed import FixedCache, GraphCache
@@ -255,6 +256,7 @@ def make_pass(
     segment: nn.Module, lo: int, config: Any, dtype: torch.dtype, then: Then
 ) -> types.FunctionType:
     """The pass that is compiled: nothing in it depends on the host."""
+    append_kv = append_kv_on(next(segment.parameters()).device, dtype)
 
     def run(
         packed: Tensor, hidden: Tensor | None, keys: list[Tensor], values: list[Tensor]
@@ -262,7 +264,7 @@ def make_pass(
         places = Places(packed)
         tree = packed.shape[1] > 1
         mask = explicit_mask(places, keys[0].shape[2], config, dtype, tree=tree)
-        cache = GraphCache(places, lo, keys, values)
+        cache = GraphCache(places, lo, keys, values, append_kv)
         states = call_segment(segment, places, hidden, mask, cache)
         return states, then(states, places.notes)
 

@@ -6,10 +6,9 @@ much larger than what it holds, and grows rarely.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -18,6 +17,7 @@ from tide.models.cache import WaterlineCache
 from tide.models.chunk import Places
 
 _SMALLEST = 128
+Append = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def bucket(slots: int) -> int:
@@ -63,8 +63,8 @@ class GraphLayer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, places: Places, keys: Tensor, values: Tensor) -> None:
-        self.places, self.keys, self.values = places, keys, values
+    def __init__(self, places: Places, keys: Tensor, values: Tensor, append_kv: Append) -> None:
+        self.places, self.keys, self.values, self.append_kv = places, keys, values, append_kv
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -74,10 +74,7 @@ class GraphLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values, `[sequences, heads, new_tokens, dim]`, to their slots."""
-        slots = self.places.slots
-        lines = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        self.keys[lines, :, slots] = key_states.transpose(1, 2)
-        self.values[lines, :, slots] = value_states.transpose(1, 2)
+        self.append_kv(self.keys, self.values, key_states, value_states, self.places.slots)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -96,9 +93,11 @@ class GraphLayer(CacheLayerMixin):
 class GraphCache(Cache):
     """The cache inside a graph; it has only the layers that run, from layer `lo` on."""
 
-    def __init__(self, places: Places, lo: int, keys: list[Tensor], values: list[Tensor]) -> None:
+    def __init__(
+        self, places: Places, lo: int, keys: list[Tensor], values: list[Tensor], append_kv: Append
+    ) -> None:
         pairs = zip(keys, values, strict=True)
-        super().__init__(layers=[GraphLayer(places, k, v) for k, v in pairs])
+        super().__init__(layers=[GraphLayer(places, k, v, append_kv) for k, v in pairs])
         self.lo = lo
 
     def update(

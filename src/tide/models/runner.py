@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tide.errors import RangeError, UnsupportedCacheError
-from tide.kernels.reference import scaled
+from tide.kernels.arithmetic import scaled
 from tide.models.cache import WaterlineCache
 from tide.models.chunk import Chunk
 from tide.models.locate import locate, text_config

@@ -133,7 +133,7 @@ def _by_tree(runner: DepthRunner, sequence: Tensor) -> Tensor:
     with runner.uncounted():
         runner.run(TokenBatch(sequence[None, :prompt]), 0, n, cache=cache)
         states = runner.run(tree, 0, n, cache=cache)[0]
-        cache.move([(0, prompt + 2, prompt + 1)])
+        cache.keep_paths({0: (prompt + 1, [1])})
         cache.rollback([prompt + 2])
         after = runner.run(TokenBatch(sequence[None, -1:]), 0, n, cache=cache)[0]
     return torch.stack([states[0], states[2], after[0]])

@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import linear
+from torch import Tensor, nn
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     get_tp_group,
@@ -74,16 +73,18 @@ class Gates:
         for checkpoint in self.checkpoints:
             self._require(checkpoint)
             checkpoint.to(norm.weight.device, norm.weight.dtype)
-        head: Any = _Head(model, config)
+        head = _head(model, config)
         self._readout = Readout(norm, head, config, made.vocabulary)
         if made.vocabulary is not None:
-            head.weight = None  # the readout has copied the part that it needs
+            head.register_parameter("weight", None)  # the readout has copied the part it needs
         self._table = ContinuationTable(made.table) if made.table else None
         candidates = candidate_readout(self._readout, made.candidates)
         self.gates = [
             ExitGate.of(c, self._readout, c.thresholds.scaled(scale), candidates)
             for c in self.checkpoints
         ]
+        for gate in self.gates:
+            gate.fuse()
 
     def _require(self, checkpoint: Checkpoint) -> None:
         """Raise for a checkpoint whose gate cannot run here."""
@@ -141,8 +142,8 @@ class Gates:
             may = self.script is None or self.script.script(at, number)
             told = partial(self._predict, requests, request)
             notes.append(gate.note(told) if may else (0,) * NOTES)
-        decision = gate.decide(states, torch.tensor(notes, device=states.device))
-        return decision.exits.nonzero().squeeze(1).tolist()
+        decision = gate(states, torch.tensor(notes, device=states.device))
+        return [i for i, exits in enumerate(decision[:, 0].tolist()) if exits]
 
     def _predict(self, requests: Requests, request: int) -> NGramPrediction:
         return self.history.predict(requests, request) if self.history else NGramPrediction()
@@ -152,15 +153,11 @@ def _window(attn: Any) -> bool:
     return (attn.impl.sliding_window or -1) not in (-1, (-1, -1))
 
 
-class _Head:
+def _head(model: Any, config: Any) -> nn.Linear:
     """vLLM's LM head as `Readout` needs it: all shards gathered, the same on every rank."""
-
-    def __init__(self, model: Any, config: Any) -> None:
-        weight = model.lm_head.weight.data
-        if get_tensor_model_parallel_world_size() > 1:
-            weight = tensor_model_parallel_all_gather(weight, dim=0)
-        self.weight = weight[: config.vocab_size]
-        self.bias = None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        return linear(states, self.weight)
+    weight = model.lm_head.weight.data
+    if get_tensor_model_parallel_world_size() > 1:
+        weight = tensor_model_parallel_all_gather(weight, dim=0)
+    head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+    head.weight = nn.Parameter(weight[: config.vocab_size], requires_grad=False)
+    return head

@@ -1,0 +1,109 @@
+"""A gate as fused operations: the decisions of `ExitGate`, in at most four launches on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tide.exits.candidates import Prefilter
+from tide.exits.confidence import FEATURES, WITH_HEAD, ConfidenceModel
+from tide.exits.heads import ExitHead, Readout
+from tide.exits.routers import TokenRouter
+from tide.exits.thresholds import Thresholds
+from tide.kernels.arguments import Candidates, Confidence, Norm, Router
+from tide.kernels.dispatch import fused
+from tide.kernels.operators import confirm_exits, exit_transform, score_exits
+
+
+class FusedGate:
+    """What `ExitGate` computes, by the operations of `tide.kernels`.
+
+    Args:
+        head: of the checkpoint.
+        readout: whose norm and head operations can take; see `Readout.fused`.
+        thresholds: a token exits if it passes all that are set.
+        router, confidence_model, prefilter: None where there is none.
+    """
+
+    def __init__(
+        self,
+        head: ExitHead,
+        readout: Readout,
+        thresholds: Thresholds,
+        router: TokenRouter | None,
+        confidence_model: ConfidenceModel | None,
+        prefilter: Prefilter | None,
+    ) -> None:
+        self.affine, self.readout = head.affine, readout
+        self.router = Router() if router is None else router_arguments(router, thresholds.router)
+        self.candidates = Candidates() if prefilter is None else prefilter.candidates.arguments
+        self.prefilter = self.confidence = Confidence()
+        if prefilter is not None and thresholds.prefilter is not None:
+            self.prefilter = confidence_arguments(prefilter.model, thresholds.prefilter)
+        if confidence_model is not None and thresholds.confidence is not None:
+            self.confidence = confidence_arguments(confidence_model, thresholds.confidence)
+        self.top_probability = thresholds.top_probability or 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether norm and head are still what they were: a hook may have come since."""
+        return self.readout.fused is not None
+
+    def __call__(self, states: Tensor, notes: Tensor) -> Tensor:
+        """Decide for tokens, `[n, hidden]` and `[n, NOTES]`: a packed decision, `[n, 3]`."""
+        found = self.readout.fused
+        assert found is not None
+        read = states
+        if self.affine is not None:
+            read = torch.empty_like(states)
+            exit_transform(states, self.affine.weight, self.affine.bias, Norm(), None, read)
+        decision, routed = score_exits(
+            states, read, notes, self.router, *found, self.candidates, self.prefilter
+        )
+        return confirm_exits(
+            read, notes, decision, routed, *found, self.readout.vocabulary, self.confidence,
+            self.top_probability,
+        )  # fmt: skip
+
+
+def router_arguments(router: TokenRouter, threshold: float | None) -> Router:
+    """A router as operations take it."""
+    eps = router.norm.eps
+    assert eps is not None
+    weights = router.norm.weight, router.down.weight, router.down.bias
+    return Router(*weights, router.up.weight[0], router.up.bias, eps, threshold)
+
+
+@torch.no_grad()
+def confidence_arguments(model: ConfidenceModel, threshold: float) -> Confidence:
+    """A confidence model as operations take it: its scaling of features part of its weights."""
+    mean, spread = model.mean.float(), model.spread.float()
+    inner = model.down.weight.float() / spread
+    bias = model.down.bias.float() - inner @ mean
+    if "candidates" not in model.features:  # it may look at some only; the others count nothing
+        own = iter(inner.split([FEATURES[name] for name in WITH_HEAD if name in model.features], 1))
+        inner = torch.cat(
+            [next(own) if name in model.features else inner.new_zeros(len(inner), FEATURES[name])
+             for name in WITH_HEAD], 1,
+        )  # fmt: skip
+    return Confidence(inner, bias, model.up.weight[0].float(), model.up.bias.float(), threshold)
+
+
+def fuse(
+    head: ExitHead,
+    readout: Readout,
+    thresholds: Thresholds,
+    router: TokenRouter | None,
+    confidence_model: ConfidenceModel | None,
+    prefilter: Prefilter | None,
+) -> FusedGate | None:
+    """A gate as fused operations; None where its parts are on several devices, or unknown."""
+    readout.fuse()
+    if (found := readout.fused) is None:
+        return None
+    weight = found[1].head
+    modules = (head, router, confidence_model, prefilter)
+    devices = {p.device for m in modules if m is not None for p in m.parameters()}
+    if not fused(weight) or devices - {weight.device}:
+        return None
+    return FusedGate(head, readout, thresholds, router, confidence_model, prefilter)
