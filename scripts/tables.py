@@ -3,8 +3,8 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure within a sentence between
 `<!-- figure: NAME -->` and `<!-- end -->`; nothing between them is typed by hand. `--check` only
 reports whether they are up to date. Tables of results are made in `speed_tables.py`,
-`calibration_tables.py` and `risk_tables.py`, those of the code in `reference.py`, figures in
-`figures.py`.
+`calibration_tables.py`, `risk_tables.py` and `trust_tables.py`, those of the code in
+`reference.py`, figures in `figures.py`.
 
     python scripts/tables.py [--check]
 """
@@ -20,6 +20,7 @@ import calibration_tables as calibration
 import reference
 import risk_tables as risk
 import speed_tables as speed
+import trust_tables as trust
 from figures import figure
 from results import ROOT
 
@@ -54,6 +55,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "noise_floor": risk.noise_floor,
     "attack": risk.attack,
     "lm_eval": risk.lm_eval,
+    "hostile": trust.hostile,
+    "faults": trust.faults,
     "models": reference.models,
     "refused": reference.refused,
     "refused_options": reference.refused_options,
