@@ -3,8 +3,8 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure within a sentence between
 `<!-- figure: NAME -->` and `<!-- end -->`; nothing between them is typed by hand. `--check` only
 reports whether they are up to date. Tables of results are made in `speed_tables.py`,
-`tree_tables.py`, `calibration_tables.py`, `risk_tables.py` and `kernel_tables.py`, those of the
-code in `reference.py`, figures in `figures.py`.
+`tree_tables.py`, `calibration_tables.py`, `risk_tables.py`, `kernel_tables.py` and
+`trust_tables.py`, those of the code in `reference.py`, figures in `figures.py`.
 
     python scripts/tables.py [--check]
 """
@@ -22,6 +22,7 @@ import reference
 import risk_tables as risk
 import speed_tables as speed
 import tree_tables as trees
+import trust_tables as trust
 from figures import figure
 from results import ROOT
 
@@ -60,6 +61,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "noise_floor": risk.noise_floor,
     "attack": risk.attack,
     "lm_eval": risk.lm_eval,
+    "hostile": trust.hostile,
+    "faults": trust.faults,
     "models": reference.models,
     "refused": reference.refused,
     "refused_options": reference.refused_options,

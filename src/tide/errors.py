@@ -32,6 +32,10 @@ class ArtifactError(TideError, ValueError):
     """An artifact cannot be read, is damaged, or was made for another model."""
 
 
+class StorageError(TideError, OSError):
+    """A file cannot be written: the disk is full, or may not be written."""
+
+
 class CertificateError(TideError, ValueError):
     """No certificate covers the risk that is wanted."""
 

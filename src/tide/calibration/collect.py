@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,71 +24,11 @@ from torch import Tensor
 
 from tide.calibration.answers import Answers, self_answering
 from tide.calibration.data import Documents, encode_prompts, encode_texts
+from tide.calibration.unit import CollectPlan, Unit, check_unit, documents_of, read_note
 from tide.errors import DataError
 from tide.exits.files import write_whole
 from tide.models.runner import DepthRunner
 from tide.models.tokens import TokenBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectPlan:
-    """Settings of a collection; a folder holds the units of one plan only.
-
-    Attributes:
-        layers: checkpoints, as layers counted from 0.
-        on_policy: let the model answer the prompts, and collect along its answers.
-        new_tokens: longest answer.
-        max_tokens: longest prompt, or text if not on-policy.
-        temperature: of the half of the answers that are sampled; the other half is greedy.
-        top_k: how many of the full model's most likely tokens are kept per position.
-        unit: documents per unit.
-        seed: of the sampling.
-        documents: fingerprint of the documents.
-        model: fingerprint of the model's weights.
-        dtype: of the model that answered.
-        engine: that ran the model to answer.
-    """
-
-    layers: tuple[int, ...]
-    on_policy: bool
-    new_tokens: int
-    max_tokens: int
-    temperature: float = 0.7
-    top_k: int = 32
-    unit: int = 32
-    seed: int
-    documents: str
-    model: str
-    dtype: str
-    engine: str = "transformers"
-
-
-@dataclass(kw_only=True)
-class Unit:
-    """The content of one unit; positions of all its documents one after the other.
-
-    Attributes:
-        states: after each checkpoint, and after the last layer, `[layers + 1, positions, hidden]`.
-        top_tokens: the full model's most likely next tokens, `[positions, top_k]`.
-        top_logprobs: their log-probabilities, `[positions, top_k]`.
-        tokens: prompts and answers, one document after the other, `[tokens]`.
-        ends: where each document ends in `tokens`, `[documents]`.
-        prompts: length of each prompt, `[documents]`.
-    """
-
-    states: Tensor
-    top_tokens: Tensor
-    top_logprobs: Tensor
-    tokens: Tensor
-    ends: Tensor
-    prompts: Tensor
-
-    def documents(self) -> list[tuple[list[int], int]]:
-        """Each document's tokens and the length of its prompt.
-
-        Its positions run from the last token of the prompt to the last but one of the answer.
-        """
-        return _documents(self.tokens, self.ends, self.prompts)
 
 
 @dataclass(frozen=True)
@@ -116,7 +57,7 @@ class Collection:
         note, wanted = folder / "plan.json", json.loads(json.dumps(asdict(plan)))
         if not note.exists():
             write_whole(note, lambda path: path.write_text(json.dumps(wanted, indent=2)))
-        elif json.loads(note.read_text()) != wanted:
+        elif read_note(note) != wanted:
             raise DataError(
                 f"{folder} holds a collection made with other settings. Remove it to start again, "
                 "or name another folder."
@@ -127,8 +68,9 @@ class Collection:
         return self.folder / f"{split}-{number:05d}.safetensors"
 
     def _files(self, split: str) -> list[Path]:
-        """The files of a split's units, in order."""
-        return sorted(self.folder.glob(f"{split}-*.safetensors"))
+        """The files of a split's units, in order: numbered from 0, without a gap."""
+        found = (self.path(split, number) for number in count())
+        return list(takewhile(Path.exists, found))
 
     def units(self, split: str) -> Iterator[Unit]:
         """The units of a split, in order, one at a time."""
@@ -145,7 +87,7 @@ class Collection:
         """The documents of each unit of a split, in order; see `Unit.documents`."""
         for path in self._files(split):
             with safe_open(path, framework="pt") as file:  # the states stay on disk
-                yield _documents(*(file.get_tensor(n) for n in ("tokens", "ends", "prompts")))
+                yield documents_of(*(file.get_tensor(n) for n in ("tokens", "ends", "prompts")))
 
     def answers_by_unit(self, split: str) -> Iterator[list[list[int]]]:
         """The answers of each unit of a split, in order, as token ids."""
@@ -183,12 +125,18 @@ class Collection:
         paths = [self.path(unit.split, unit.number) for unit in todo]
         for done, (unit, path) in enumerate(zip(todo, paths, strict=True)):
             progress(done, len(todo))
-            if done % world == rank and not path.exists():
+            if path.exists():
+                check_unit(path, len(unit.texts), self.plan, runner.config)
+            elif done % world == rank:
                 tensors = self._unit(runner, tokenizer, unit, answers)
                 write_whole(path, lambda p, t=tensors: save_file(t, p))  # type: ignore[misc]
         while rank == 0 and (there := sum(path.exists() for path in paths)) < len(paths):
             progress(there, len(todo))
             time.sleep(0.2)
+        for split in splits:
+            beyond = self.path(split, -(-len(getattr(documents, split)) // size))
+            if beyond.exists():
+                raise DataError(f"{beyond} is not of this collection. Remove it, and run again.")
         progress(len(todo), len(todo))
 
     @torch.no_grad()
@@ -245,14 +193,6 @@ class Collection:
             "top_tokens": top.indices.int().cpu(),
             "top_logprobs": top.values.half().cpu(),
         }
-
-
-def _documents(tokens: Tensor, ends: Tensor, prompts: Tensor) -> list[tuple[list[int], int]]:
-    ids, stops = tokens.tolist(), ends.tolist()
-    return [
-        (ids[begin:end], prompt)
-        for begin, end, prompt in zip([0, *stops], stops, prompts.tolist(), strict=False)
-    ]
 
 
 def process() -> tuple[int, int]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from tide.calibration.unit import read_note
 from tide.config import TIDEConfig
+from tide.errors import DataError
 from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.confidence import ConfidenceModel
-from tide.exits.files import write_whole
+from tide.exits.files import reason, write_whole
 from tide.exits.gate import ExitGate, note
 from tide.exits.heads import ExitHead, Readout, TargetHead, read_exit_head
 from tide.exits.ngrams import NGramPrediction
@@ -19,6 +22,7 @@ from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
 from tide.models.costs import LoopCosts, measure_loop, measure_passes, medians
 from tide.models.runner import DepthRunner
+from tide.strangers import listed, mapping, number, require_keys, whole
 
 CANDIDATES = 128  # tokens that prefilters read: more cost more, and add little (bench/gates.py)
 
@@ -69,9 +73,15 @@ def load_or_measure(
         "batch": batch,
     }
     if path.exists():
-        known = json.loads(path.read_text())
-        if known.get("settings") == settings:
-            return Costs(**known["costs"]), [LoopCosts.from_dict(at) for at in known["loops"]]
+        known = read_note(path)
+        try:
+            if mapping(known, "it").get("settings") == settings:
+                return _costs(known)
+        except (KeyError, ValueError) as error:
+            raise DataError(
+                f"{path} does not hold the costs that were measured ({reason(error)}). Remove it, "
+                "and run again: they are then measured anew."
+            ) from error
     text, parts = runner.config, runner.parts
     reduced = torch.arange(min(vocabulary, text.vocab_size)) if vocabulary else None
     readout = Readout(parts.norm, parts.head, text, reduced)
@@ -88,6 +98,25 @@ def load_or_measure(
     )
     write_whole(path, lambda scratch: scratch.write_text(note))
     return found, [LoopCosts.from_dict(at) for at in json.loads(note)["loops"]]
+
+
+def _costs(known: dict[str, Any]) -> tuple[Costs, list[LoopCosts]]:
+    """Costs from JSON values."""
+    require_keys(known["costs"], {field.name for field in fields(Costs)}, "costs")
+    mapping(known["costs"], "costs", _seconds)
+    for at in listed(known["loops"], "loops"):
+        parts = {field.name for field in fields(LoopCosts)}
+        require_keys(at, parts, "a loop")
+        whole(at["sequences"], "sequences", 1)
+        for part in sorted(parts - {"sequences"}):
+            by_length = mapping(at[part], part, _seconds)
+            if not by_length or not all(n.isdecimal() for n in by_length):
+                raise ValueError(f"{part} is not by numbers of tokens")
+    return Costs(**known["costs"]), [LoopCosts.from_dict(at) for at in known["loops"]]
+
+
+def _seconds(value: Any, what: str) -> float:
+    return number(value, what, 0)
 
 
 def measure_loops(

@@ -32,6 +32,7 @@ from tide.config import TIDEConfig
 from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.checkpoint import Checkpoint
+from tide.exits.files import ONE_FILE
 from tide.exits.heads import ExitHead
 from tide.exits.table import ContinuationTable
 from tide.models.attach import attach
@@ -216,7 +217,7 @@ def calibrate(
         record=notes,
         recording=recording,
     )
-    if save_path.suffix in (".pt", ".safetensors"):
+    if save_path.suffix in ONE_FILE:
         artifact.save(save_path)
     else:
         artifact.save_pretrained(save_path)

@@ -109,10 +109,13 @@ class OnlineComparison:
         return ahead if self._cycles % self.retry else not ahead
 
     def record(self, used: bool, tokens: int, seconds: float) -> None:
-        """Record a cycle."""
+        """Record a cycle; one during which the clock jumped back tells nothing."""
+        if seconds <= 0:
+            return
         rate = tokens / seconds
         old = self._rate.get(used, rate)
-        self._rate[used] = old + 0.1 * (rate - old)
+        # One that was hardly timed at all would count for thousands.
+        self._rate[used] = old + 0.1 * (min(rate, 2 * old) - old)
 
 
 @dataclass
@@ -145,8 +148,13 @@ class PassCosts:
 
     def add(self, batch: BatchState, tokens: int, seconds: float) -> None:
         """Record what a step over `tokens` tokens of each sequence took."""
+        if seconds <= 0:  # the clock jumped back
+            return
         known = self.of(batch)
-        old = known.setdefault(tokens, seconds)
+        if tokens not in known:
+            # Of the first as of others: it may have been a jump of the clock.
+            known[tokens] = min(seconds, 2 * pass_cost(known, tokens)) if 1 in known else seconds
+        old = known[tokens]
         # A slow outlier is the machine, not the pass: it moves the estimate less.
         known[tokens] += 0.1 * (min(seconds, 2 * old) - old)
 

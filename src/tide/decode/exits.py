@@ -11,7 +11,7 @@ from pathlib import Path
 from tide.config import TIDEConfig
 from tide.decode.exit_stage import Exits
 from tide.decode.recycled import SuccessorHead
-from tide.errors import ArtifactError, ConfigError
+from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.candidates import candidate_readout
 from tide.exits.checkpoint import Checkpoint
@@ -37,11 +37,7 @@ def load_artifact(
         return Artifact(identity, hidden_size)
     made = source if isinstance(source, Artifact) else Artifact.from_pretrained(source)
     made.require(identity, force=allow_mismatch)
-    if made.hidden_size != hidden_size:
-        raise ArtifactError(
-            f"This artifact is for hidden size {made.hidden_size}; the model has {hidden_size}. "
-            "Calibrate this model with `tide calibrate`."
-        )
+    made.require_sizes(hidden_size, runner.config.vocab_size)
     return made
 
 

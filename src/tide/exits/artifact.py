@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tide.config import TIDEConfig
@@ -20,9 +21,11 @@ from tide.errors import ArtifactError
 from tide.exits import files
 from tide.exits.card import model_card
 from tide.exits.certificate import Certificate
-from tide.exits.checkpoint import Checkpoint, read_checkpoint, require_keys
+from tide.exits.checkpoint import MOST_HIDDEN, Checkpoint, read_checkpoint
 from tide.exits.recording import Recording
+from tide.exits.table import MOST_TOKENS, check_table
 from tide.models.fingerprint import Fingerprint
+from tide.strangers import listed, mapping, require_keys, shown, text, whole
 
 SCHEMA = 3
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -95,8 +98,8 @@ class Artifact:
             return cls._from(header, tensors)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ArtifactError(
-                f"{path}: {files.reason(error)}. The artifact was written by another version; make "
-                "it again with `tide calibrate`."
+                f"{path}: {files.reason(error)}. The artifact was written by another version, or "
+                "edited; make it again with `tide calibrate`."
             ) from error
 
     def save_pretrained(self, folder: str | Path, *, name: str | None = None) -> Path:
@@ -107,11 +110,24 @@ class Artifact:
             name: the hub id, if the folder is to be uploaded; by default, `generate` looks for the
                 artifact where it was written.
         """
+        try:
+            card = model_card(self.record)
+        except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
+            raise ArtifactError(
+                f"There is no model card for this record ({files.reason(error)}): it is not as "
+                "calibration writes it. Set `record` to {} to save the artifact without it."
+            ) from error
+        entry = files.custom_generate(name or str(Path(folder).resolve()))
+        for path in entry:
+            if (inner := Path(folder, path).parent).is_symlink():
+                raise ArtifactError(
+                    f"{inner} is a link, and what is saved must stay in its folder. Remove the "
+                    "link, or save elsewhere."
+                )
         folder = self.save(folder)
-        entry = files.custom_generate(name or str(folder.resolve()))
-        for path, text in {files.CARD: model_card(self.record), **entry}.items():
-            (folder / path).parent.mkdir(exist_ok=True)
-            (folder / path).write_text(text)
+        for path, page in {files.CARD: card, **entry}.items():
+            raw = page.encode("utf-8", "replace")
+            files.write_whole(folder / path, lambda p, raw=raw: p.write_bytes(raw))  # type: ignore[misc]
         return folder
 
     @classmethod
@@ -156,6 +172,21 @@ class Artifact:
                 "know that they are alike."
             )
 
+    def require_sizes(self, hidden_size: int, vocabulary_size: int) -> None:
+        """Raise unless states and token ids of a model with these sizes fit the artifact."""
+        if self.hidden_size != hidden_size:
+            raise ArtifactError(
+                f"This artifact is for hidden size {self.hidden_size}; the model has "
+                f"{hidden_size}. Calibrate this model with `tide calibrate`."
+            )
+        last = [int(ids.max()) for _, ids in self._token_lists() if ids is not None]
+        last += [int(self.table["vocabulary_size"]) - 1] if self.table else []
+        if max(last, default=0) >= vocabulary_size:
+            raise ArtifactError(
+                f"This artifact has token ids up to {max(last)}; the model has {vocabulary_size} "
+                "tokens. Calibrate this model with `tide calibrate`."
+            )
+
     def _header(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
@@ -192,20 +223,29 @@ class Artifact:
                 f"it has schema {header.get('schema')}, and this version reads {SCHEMA}"
             )
         require_keys(header, _HEADER_KEYS, "the artifact")
-        hidden_size, tensors = int(header["hidden_size"]), dict(tensors)
+        require_keys(header["fingerprint"], {"config", "head", "layers"}, "the fingerprint")
+        mapping(header["fingerprint"], "the fingerprint", text)
+        mapping(header["config"], "config")
+        listed(mapping(header["record"], "record").get("used", []), "used", text)
+        certificates = listed(header["certificates"], "certificates", most=256)
+        hidden_size = whole(header["hidden_size"], "hidden_size", 1, MOST_HIDDEN)
+        tensors = dict(tensors)
         checkpoints = [
             read_checkpoint(i, entry, hidden_size, tensors)
-            for i, entry in enumerate(header["checkpoints"])
+            for i, entry in enumerate(listed(header["checkpoints"], "checkpoints", most=256))
         ]
-        table = {name: tensors.pop(f"table.{name}") for name in header["table"]}
-        recorded = {name: tensors.pop(f"recording.{name}") for name in header["recording"]}
+        table, recorded = (
+            {name: tensors.pop(f"{part}.{name}") for name in listed(header[part], part, text)}
+            for part in ("table", "recording")
+        )
+        check_table(table)
         vocabulary, candidates = (
-            tensors.pop(name) if header[name] is not None else None
+            _token_ids(tensors.pop(name), header[name], name) if header[name] is not None else None
             for name in ("vocabulary", "candidates")
         )
         if tensors:
-            raise ValueError(f"unknown tensors {sorted(tensors)}")
-        return cls(
+            raise ValueError(f"unknown tensors {shown(sorted(tensors))}")
+        made = cls(
             Fingerprint(**header["fingerprint"]),
             hidden_size,
             checkpoints,
@@ -213,10 +253,40 @@ class Artifact:
             vocabulary,
             table,
             header["record"],
-            [Certificate.from_dict(entry) for entry in header["certificates"]],
+            [Certificate.from_dict(entry) for entry in certificates],
             candidates,
             Recording.of(recorded) if recorded else None,
         )
+        made._check_parts()
+        return made
+
+    def _check_parts(self) -> None:
+        """Raise unless the parts, each valid by itself, fit together."""
+        layers = [c.layer for c in self.checkpoints]
+        if layers != sorted(set(layers)):
+            raise ValueError(f"the checkpoints are after layers {shown(layers)}; they must ascend")
+        wanted = [c.thresholds for c in self.checkpoints]
+        if self.candidates is None:
+            if any(thresholds.prefilter is not None for thresholds in wanted):
+                raise ValueError("there is a prefilter threshold, and no candidates")
+        elif self.vocabulary is not None and not torch.isin(self.candidates, self.vocabulary).all():
+            raise ValueError("a candidate is not in the vocabulary")
+        if self.recording is not None:
+            if not set(layers) <= set(self.recording.layers):
+                raise ValueError(f"the recording is for layers {self.recording.layers}")
+            for name in ("router", "prefilter", "confidence"):
+                used = any(getattr(thresholds, name) is not None for thresholds in wanted)
+                if used and name not in self.recording.scores:
+                    raise ValueError(f"the recording has no scores for the {name} threshold")
+
+
+def _token_ids(ids: Tensor, count: Any, what: str) -> Tensor:
+    """Token ids, if they are that many and each is there once."""
+    if ids.dtype != torch.int64 or ids.ndim != 1 or not len(ids) or len(ids) != count:
+        raise ValueError(f"{what} must be {shown(count)} token ids, 64 bits each")
+    if not 0 <= int(ids.min()) <= int(ids.max()) < MOST_TOKENS or len(ids.unique()) != len(ids):
+        raise ValueError(f"{what} must be different token ids from 0 to {MOST_TOKENS - 1}")
+    return ids
 
 
 _HEADER_KEYS = {

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from tide.exits.checkpoint import read_thresholds
+from tide.strangers import (
+    listed,
+    mapping,
+    number,
+    optional,
+    require_keys,
+    share,
+    shown,
+    text,
+    whole,
+)
 
 # What a certificate counts: by default, and where the caller has a loss of their own.
 TOKEN_LOSS, TASK_LOSS = "tokens that differ from full depth", "task loss"
@@ -63,9 +76,32 @@ class Certificate:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Certificate:
-        """From JSON values; unknown or missing keys raise."""
-        known = {field.name for field in fields(cls)}
-        if set(values) != known:
-            unknown, missing = sorted(set(values) - known), sorted(known - set(values))
-            raise ValueError(f"a certificate has unknown keys {unknown} and lacks {missing}")
+        """From JSON values; unknown or missing keys, and values that cannot be, raise."""
+        require_keys(values, {field.name for field in fields(cls)}, "a certificate")
+        for name, check in _CHECKS.items():
+            check(values[name], f"{name} of a certificate")
+        for layer, thresholds in values["thresholds"].items():
+            if not layer.isdecimal():
+                raise ValueError(f"a certificate has thresholds for layer {shown(layer)}")
+            read_thresholds(thresholds, f"the thresholds of a certificate for layer {layer}")
+        if not 0 < values["risk"] < 1 or not 0 < values["delta"] < 1:
+            raise ValueError("risk and delta of a certificate must be between 0 and 1")
+        generation = values["generation"]
+        optional(whole)(generation.get("max_new_tokens"), "max_new_tokens of a certificate")
+        listed(generation.get("logits_processors", []), "logits_processors of a certificate", text)
         return cls(**values)
+
+
+def _texts(value: Any, what: str) -> None:
+    mapping(value, what, text)
+
+
+# What each value must be; risk and delta moreover neither 0 nor 1.
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    **dict.fromkeys(("risk", "delta", "estimate", "p_value"), share),
+    **dict.fromkeys(("sequences", "min_layers", "batch"), whole),
+    **dict.fromkeys(("test", "loss", "exits", "dtype", "kv_cache_strategy", "data", "tide"), text),
+    **dict.fromkeys(("thresholds", "generation"), mapping),
+    "threshold_scale": lambda value, what: number(value, what, 0),
+    "model": _texts,
+}

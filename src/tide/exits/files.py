@@ -1,29 +1,36 @@
 """The files of an artifact: a header in JSON and tensors, with a digest over both.
 
-A folder with `tide.json` and the `.safetensors` file that its digest names, or one `.safetensors`
-file with the JSON in its metadata. A `.pt` file holds the same and is read with
-`weights_only=True`, so no file can run code. Knows nothing of what the header means.
+A folder with `tide.json` and the `.safetensors` file that its digest names, or one file of that
+format with the JSON in its metadata. So is a `.pt` file: a pickle is never read, since even with
+`weights_only=True` one could run code in torch before 2.10 (CVE-2026-24747), and in any torch could
+use up the memory. Knows nothing of what the header means.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tide.errors import ArtifactError
+from tide.errors import ArtifactError, StorageError
+from tide.strangers import parse_json, read_json, require_file, require_small, shown
 
 HEADER, CARD = "tide.json", "README.md"
 # Tensors in a folder, as patterns: named by digest or, by earlier versions, without.
 TENSORS = (f"tide-{'[0-9a-f]' * 16}.safetensors", "tide.safetensors")
+ONE_FILE = (".safetensors", ".pt")  # endings of an artifact that is one file
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 # What `model.generate(custom_generate=FOLDER, trust_remote_code=True)` looks for. It first reads
 # the imports, and for a missing one advises to install a package of the module's name, which is not
@@ -58,23 +65,32 @@ def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     """Write an artifact; an interruption at any moment keeps what was there, or the new one."""
     header = {**header, "digest": digest(header, tensors)}
     text = json.dumps(header, indent=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".pt":
-        write_whole(path, lambda p: torch.save({"header": text, "tensors": dict(tensors)}, p))
-    elif path.suffix == ".safetensors":
+    try:
+        require_small(text)
+    except ValueError as error:
+        raise ArtifactError(
+            f"{path} could not be read again: {error}. Remove what is large from `record`."
+        ) from error
+    if path.suffix in ONE_FILE:
         write_whole(path, lambda p: save_file(dict(tensors), p, metadata={"tide": text}))
-    else:
+        return
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         folder = path if path.exists() else _scratch(path)
-        folder.mkdir(exist_ok=True)
-        # Tensors that were there stay until the header names the new ones.
-        name = _tensors_of(header["digest"])
-        write_whole(folder / name, lambda p: save_file(dict(tensors), p))
-        write_whole(folder / HEADER, lambda p: p.write_text(text + "\n"))
-        for other in (file for pattern in TENSORS for file in folder.glob(pattern)):
-            if other.name != name:
-                other.unlink(missing_ok=True)
-        if folder != path:
-            folder.replace(path)
+        try:
+            folder.mkdir(exist_ok=True)
+            # Tensors that were there stay until the header names the new ones.
+            name = _tensors_of(header["digest"])
+            write_whole(folder / name, lambda p: save_file(dict(tensors), p))
+            write_whole(folder / HEADER, lambda p: p.write_text(text + "\n"))
+            for other in (file for pattern in TENSORS for file in folder.glob(pattern)):
+                if other.name != name:
+                    other.unlink(missing_ok=True)
+            if folder != path:
+                folder.replace(path)
+        finally:
+            if folder != path:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -89,14 +105,14 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "tide.calibrate(model, tokenizer, save_path=...)."
         )
     try:
-        text, tensors = _read(path)
-        header = json.loads(text)
+        header, tensors = _read(path)
         written, found = header.pop("digest"), digest(header, tensors)
     except Exception as error:
-        # torch.load raises a different class for every way in which a pickle can be bad.
+        # safetensors and torch raise a different class for every way in which a file can be bad.
         raise ArtifactError(
             f"{path} cannot be read as a TIDE artifact ({reason(error)}). It is damaged, is not "
-            "an artifact, or holds code, which is never run. Make it again with `tide calibrate`."
+            "an artifact, or is a pickle, which may hold code and is never read. Make it again "
+            "with `tide calibrate`."
         ) from error
     if written != found:
         raise ArtifactError(
@@ -112,7 +128,7 @@ def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-        found.update(tensor.view(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
@@ -121,16 +137,25 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _read(path: Path) -> tuple[str, dict[str, Tensor]]:
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if path.is_dir():
-        text = (path / HEADER).read_text()
-        named = path / _tensors_of(json.loads(text)["digest"])
-        return text, load_file(named if named.exists() else path / TENSORS[-1])
-    if path.suffix == ".pt":
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-        return stored["header"], stored["tensors"]
+        header = _header(read_json(path / HEADER))
+        named = path / _tensors_of(header["digest"])
+        tensors = named if named.exists() else path / TENSORS[-1]
+        require_file(tensors)
+        return header, load_file(tensors)
+    require_file(path)
     with safe_open(path, framework="pt") as file:
-        return (file.metadata() or {})["tide"], load_file(path)
+        header = _header(parse_json((file.metadata() or {})["tide"]))
+    return header, load_file(path)
+
+
+def _header(found: Any) -> dict[str, Any]:
+    """A header, whose digest may be used in the name of a file."""
+    written = found.get("digest") if isinstance(found, dict) else None
+    if not isinstance(written, str) or not _DIGEST.fullmatch(written):
+        raise ValueError(f"its digest is {shown(written)}; it must be 64 hex digits")
+    return found
 
 
 def _tensors_of(digest: str) -> str:
@@ -139,14 +164,33 @@ def _tensors_of(digest: str) -> str:
 
 
 def write_whole(path: Path, save: Callable[[Path], Any]) -> None:
-    """Write a file so that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = _scratch(path)
+    """Write a file so that it is there whole or not at all.
+
+    Raises:
+        StorageError: if the disk is full, or may not be written.
+    """
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = _scratch(path)
+        try:
+            save(scratch)
+            scratch.replace(path)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name what could not be written."""
     try:
-        save(scratch)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+        yield
+    except StorageError:
+        raise
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"{path} could not be written ({reason(error)}). What was there before is unchanged. "
+            "Free some space or name another place, then run this again."
+        ) from error
 
 
 def _scratch(path: Path) -> Path:

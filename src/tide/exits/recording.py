@@ -84,7 +84,8 @@ class Recording:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Recording:
-        """From tensors."""
+        """From tensors; raises ValueError unless they fit together."""
+        _check(tensors)
         n_layers, *layers = tensors["layers"].tolist()
         whole = tensors["tokens"].tolist()
         ends = tensors["lengths"].cumsum(0).tolist()
@@ -98,3 +99,34 @@ class Recording:
             n_layers, tuple(layers), [whole[a:b] for a, b in zip(begins, ends, strict=True)],
             tensors["prompts"].tolist(), scores, tensors["correct"].numpy(),
         )  # fmt: skip
+
+
+# Type and dimensions of every tensor but the scores, which are as `correct`, in half precision.
+_TENSORS = {
+    "layers": (torch.int64, 1), "tokens": (torch.int32, 1), "lengths": (torch.int64, 1),
+    "prompts": (torch.int64, 1), "correct": (torch.bool, 2),
+}  # fmt: skip
+_SCORES = tuple(f"score_{name}" for name in ("router", "prefilter", "confidence"))
+
+
+def _check(tensors: Mapping[str, Tensor]) -> None:
+    """Raise unless tensors of a recording fit together."""
+    of_each = {**_TENSORS, **dict.fromkeys(_SCORES, (torch.float16, 2))}
+    for name, tensor in tensors.items():
+        if (tensor.dtype, tensor.ndim) != of_each.get(name):
+            raise ValueError(f"{name!a} of the recording is unknown, or has another type or shape")
+    if missing := set(_TENSORS) - set(tensors):
+        raise ValueError(f"the recording lacks {sorted(missing)}")
+    (n_layers, *layers), lengths = tensors["layers"].tolist() or [0], tensors["lengths"]
+    prompts, tokens = tensors["prompts"], tensors["tokens"]
+    if layers != sorted(set(layers)) or not all(0 <= layer < n_layers for layer in layers):
+        raise ValueError(f"the recording is for layers {layers[:9]} of {n_layers}")
+    if prompts.shape != lengths.shape or not ((prompts > 0) & (prompts < lengths)).all():
+        raise ValueError("a document of the recording has no prompt or no answer")
+    if not len(prompts) or int(lengths.max()) > len(tokens) or int(lengths.sum()) != len(tokens):
+        raise ValueError("the recording has other tokens than its documents")
+    shape = (len(layers), int((lengths - prompts).sum()))
+    if any(tensors[n].shape != shape for n in ("correct", *_SCORES) if n in tensors):
+        raise ValueError(f"a score of the recording is not of shape {list(shape)}")
+    if int(tokens.min()) < 0:
+        raise ValueError("the recording has a token below 0")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 _HOPELESS = 0.02
+MOST_TOKENS = 2**21  # in a vocabulary: a number of three of them has 63 bits
 
 
 class ContinuationTable:
@@ -58,3 +60,26 @@ class ContinuationTable:
                 if place < len(keys) and keys[place] == key:
                     return int(following[place]), float(chance[place]) / 255
         return None
+
+
+def check_table(tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless tensors are those of a table."""
+    if not tensors:
+        return
+    base, orders = tensors.get("vocabulary_size"), [n for n in (1, 2, 3) if f"keys_{n}" in tensors]
+    known = {f"{part}_{n}" for part in ("keys", "next", "chance") for n in orders}
+    if set(tensors) != known | {"vocabulary_size"} or base is None:
+        raise ValueError(f"the table has the tensors {sorted(tensors)!a:.200}")
+    if base.dtype != torch.int64 or base.ndim or not 0 < int(base) <= MOST_TOKENS:
+        raise ValueError(f"vocabulary_size of the table must be a number up to {MOST_TOKENS}")
+    for n in orders:
+        keys, following, chance = (tensors[f"{part}_{n}"] for part in ("keys", "next", "chance"))
+        dtypes = (keys.dtype, following.dtype, chance.dtype)
+        if dtypes != (torch.int64, torch.int32, torch.uint8) or keys.ndim != 1:
+            raise ValueError(f"the table has other types or shapes for n = {n}")
+        if not keys.shape == following.shape == chance.shape:
+            raise ValueError(f"the tensors of the table for n = {n} differ in length")
+        if len(keys) and (int(keys[0]) < 0 or not (keys[1:] > keys[:-1]).all()):
+            raise ValueError(f"the keys of the table for n = {n} do not ascend from 0")
+        if len(keys) and not (int(following.min()) >= 0 and int(following.max()) < int(base)):
+            raise ValueError(f"the table continues with tokens outside of its {int(base)}")

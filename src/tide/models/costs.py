@@ -78,7 +78,7 @@ def measure_passes(
             if done >= least and time.perf_counter() - began > seconds:
                 break
     return {
-        length: [statistics.median(times) for times in zip(*some, strict=True)]
+        length: [_typical(times) for times in zip(*some, strict=True)]
         for length, some in repeats.items()
     }
 
@@ -163,7 +163,13 @@ def medians(parts: dict[_Name, Callable[[], Any]], *, repeats: int = 10) -> dict
             synchronize()
             if repeat >= 0:
                 seconds[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return {name: _typical(values) for name, values in seconds.items()}
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """The median; of two, the lower: the other may be a pause. Not those during a jump back."""
+    forward = [s for s in seconds if s > 0]
+    return statistics.median_low(forward) if forward else 1e-9
 
 
 def synchronize() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ _OURS, _THEIRS, _CERTIFIED, _LINES = colour(1.0), "#9a9a9a", "#c0392b", "#555555
 def peers(runs: Runs, axes: Axes) -> None:
     """The speed-up of every method over the baseline."""
     methods = runs.methods
-    names = [method["method"] for method in methods]
+    names = [_label(method["method"]) for method in methods]
     speeds = [method["speedup"] for method in methods]
     spread = [
         [
@@ -50,7 +51,7 @@ def risk_speed(runs: Runs, axes: Axes) -> None:
             x, method["speedup"], s=130 if certified else 40, marker="*" if certified else "o",
             color=_CERTIFIED if certified else _OURS, zorder=2,
         )  # fmt: skip
-        name = method["method"].removeprefix("exit, ").removeprefix("threshold ")
+        name = _label(method["method"].removeprefix("exit, ").removeprefix("threshold "))
         above_or_below = (4, 7 if i % 2 else -13)  # or the names of neighbours would overlap
         axes.annotate(
             name, (x, method["speedup"]), above_or_below, textcoords="offset points", fontsize=8
@@ -75,7 +76,7 @@ def exits_per_layer(runs: Runs, axes: Axes) -> None:
         shares = [100 * rate * method["exits_per_layer"].get(str(layer), 0) for layer in layers]
         at = [k + (i - (len(methods) - 1) / 2) * width for k in range(len(layers))]
         tone = colour(i / max(1, len(methods) - 1))
-        axes.bar(at, shares, width, label=method["method"], color=tone)
+        axes.bar(at, shares, width, label=_label(method["method"]), color=tone)
     axes.set_xticks(range(len(layers)), [f"after {layer + 1}" for layer in layers])
     axes.set(xlabel="layers", ylabel="exit rate, % of tokens")
     axes.figure.legend(loc="outside lower center", ncols=3, fontsize=8)
@@ -92,9 +93,16 @@ def depth_by_category(runs: Runs, axes: Axes) -> None:
         ]
     categories = sorted({c for method in methods for c in method["layer_calls_per_token"]})
     for i, method in enumerate(methods):
-        calls = [method["layer_calls_per_token"][category] for category in categories]
+        per_token = method["layer_calls_per_token"]
+        calls = [per_token.get(category, math.nan) for category in categories]
         tone = colour(i / max(1, len(methods) - 1))
-        axes.plot(calls, categories, "osD^vP*X"[i % 8], label=method["method"], color=tone)
+        axes.plot(
+            calls,
+            [_label(category) for category in categories],
+            "osD^vP*X"[i % 8],
+            label=_label(method["method"]),
+            color=tone,
+        )
     axes.invert_yaxis()
     axes.grid(axis="y", linewidth=0.4)
     axes.set_xlabel("layer calls per token, prompt included")
@@ -107,11 +115,18 @@ def realised(runs: Runs, axes: Axes) -> None:
     ideal, speeds = [m["ideal_speedup"] for m in methods], [m["speedup"] for m in methods]
     axes.scatter(ideal, speeds, color=_OURS)
     for method, x, y in zip(methods, ideal, speeds, strict=True):
-        axes.annotate(method["method"], (x, y), (4, -9), textcoords="offset points", fontsize=8)
+        axes.annotate(
+            _label(method["method"]), (x, y), (4, -9), textcoords="offset points", fontsize=8
+        )
     ends = [1.0, max(*ideal, *speeds)]
     axes.plot(ends, ends, color=_LINES, linewidth=0.8)
     axes.set(xlabel="ideal speed-up: layer calls at full depth / layer calls made",
              ylabel="speed-up")  # fmt: skip
+
+
+def _label(name: str) -> str:
+    """A name as matplotlib shows it as it is: between dollars it would read formulas."""
+    return name.replace("$", r"\$")
 
 
 # Name -> (title, what draws it, whether there is anything to draw).

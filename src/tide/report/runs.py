@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tide.errors import DataError
+from tide.strangers import listed, mapping, number, read_json, share, shown, text, whole
 
 _NEEDED = {"method", "speedup", "per_prompt_speedup"}
+MOST_METHODS, MOST = 60, 1e6  # that can be drawn, and the largest number
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,74 @@ class Runs:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = read_json(path)
+        mapping(run, "the run")
+        results = listed(run.get("results"), "results")
+        if not 0 < len(results) <= MOST_METHODS:
+            raise ValueError(f"results has {len(results)} methods; 1 to {MOST_METHODS} are allowed")
+        for method in results:
+            _check(method)
+        mapping(run.get("conditions"), "conditions")
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error}. Make one with `tide bench --out`."
         ) from error
-    except ValueError:
-        run = None
-    methods = run.get("results") if isinstance(run, dict) else None
-    known = isinstance(methods, list) and "conditions" in run
-    if not known or not methods or not all(set(method) >= _NEEDED for method in methods):
+    except ValueError as error:
         raise DataError(
-            f"{path} is not a comparison of `tide bench` (without --attack). Make one with `tide "
-            "bench MODEL DIR --out FILE`."
-        )
+            f"{path} is not a comparison of `tide bench` (without --attack): {error}. Make one "
+            "with `tide bench MODEL DIR --out FILE`."
+        ) from error
     return run
+
+
+def _check(method: Any) -> None:
+    """Raise unless a method has all that is drawn of it, in the size that can be drawn."""
+    missing = _NEEDED - set(mapping(method, "a method"))
+    if not missing and "layers_run" in method:
+        missing = set(_OURS) - set(method)
+    if missing:
+        raise ValueError(f"a method lacks {sorted(missing)}")
+    name(method["method"], "the name of a method")
+    number(method["speedup"], "speedup", 0, MOST)
+    spread = mapping(method["per_prompt_speedup"], "per_prompt_speedup", _positive)
+    if "p20" in spread and not {"p50", "p80"} <= set(spread):
+        raise ValueError("per_prompt_speedup has p20 but not p50 and p80")
+    if (certificate := method.get("certificate")) is not None:
+        share(mapping(certificate, "certificate").get("risk"), "the risk of a certificate")
+    for part in _OURS if "layers_run" in method else ():
+        _OURS[part](method[part], part)
+
+
+def name(value: Any, what: str) -> str:
+    """The value, if it is a name that fits beside a bar."""
+    if not 0 < len(text(value, what)) <= 80 or not value.isprintable():
+        raise ValueError(f"{what} is {shown(value)}; it must be printable, of up to 80 characters")
+    return value
+
+
+def _positive(value: Any, what: str) -> float:
+    return number(value, what, 0, MOST)
+
+
+def _by_layer(value: Any, what: str) -> None:
+    found = mapping(value, what, lambda count, of: whole(count, of, 1))
+    short = all(layer.isdecimal() and len(layer) < 6 for layer in found)
+    if len(found) > MOST_METHODS or not short:
+        raise ValueError(f"{what} is {shown(found)}; it must be by layer")
+
+
+def _by_category(value: Any, what: str) -> None:
+    found = mapping(value, what, _positive)
+    if len(found) > MOST_METHODS:
+        raise ValueError(f"{what} has {len(found)} categories; at most {MOST_METHODS} are allowed")
+    for category in found:
+        name(category or "-", "a category")
+
+
+# What a method that runs on a TIDE engine has beside the others.
+_OURS: dict[str, Callable[[Any, str], Any]] = {
+    "ideal_speedup": _positive, "exit_rate": share, "disagreement": share, "mode": text,
+    "exits_per_layer": _by_layer, "layer_calls_per_token": _by_category,
+    "drafts": lambda value, what: listed(value, what, text),
+    "certificate": lambda value, what: None,
+}  # fmt: skip

@@ -166,3 +166,4 @@ def require_model(made: Artifact, vllm_config: Any) -> None:
             "This artifact was made for another model: the configuration differs. Calibrate this "
             "model with `tide calibrate`."
         )
+    made.require_sizes(text.hidden_size, text.vocab_size)
