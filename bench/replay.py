@@ -38,7 +38,8 @@ def main() -> None:
     model.generation_config.eos_token_id = None  # all answers are as long as the recorded ones
     model.generation_config.pad_token_id = 0
     made = Artifact.load(args.artifact)
-    exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers)
+    # The replay drafts chains.
+    exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, max_tree=0)
     scale = {"threshold_scale": args.threshold_scale, "compile": args.compile}
     engines = {
         "off": TIDE(model.eval(), made, TIDEConfig(mode="off"), compile=args.compile),

@@ -36,6 +36,22 @@ def test_every_kernel_compiles_for_every_target(dtype: str) -> None:
         assert compiled.shared <= 48 * 1024, compiled  # what every GPU has without asking
 
 
+@NEEDS_TRITON
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_a_single_token_compiles_too(target: str) -> None:
+    """Triton makes other code where a size is 1, as it is in most steps."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from tide.kernels.cases import Sizes
+    from tide.kernels.targets import compile_one, launches_of
+
+    launches = launches_of(torch.bfloat16, Sizes(tokens=1, sequences=1))
+    assert any(
+        1 in (launch.arguments.get("n"), launch.arguments.get("tokens")) for _, launch in launches
+    )
+    for launch in {launch.name: launch for _, launch in launches}.values():
+        assert compile_one(launch, "bfloat16", target).size > 1000
+
+
 def test_what_is_wanted_by_name_loads_or_raises(monkeypatch: Any) -> None:
     cpu, dtype = torch.device("cpu"), torch.float32
     monkeypatch.delenv("TIDE_KERNELS", raising=False)

@@ -106,7 +106,6 @@ def test_sequences_of_a_batch_share_their_passes() -> None:
     # Of sizes between those measured, the time is between.
     dear = replace(four, whole={n: 2 * s for n, s in COSTS.whole.items()})
     made.tokens[0] = made.tokens[0][:-10]
-    made.prompts[0] -= 0
     made.scores = {name: values[:, 10:] for name, values in made.scores.items()}
     made.correct = made.correct[:, 10:]
     mixed = run(Setting(TIDEConfig(mode="off")), made, COSTS, dear)

@@ -116,7 +116,7 @@ class TIDEConfig:
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
+                near = difflib.get_close_matches(key[:40], known, n=1)
                 suggestion = f" Did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(f"TIDEConfig has no setting {key!r}.{suggestion} It has {known}.")
         return cls(**values)

@@ -111,7 +111,11 @@ class TIDE:
         self.drafter = Drafter(self.config.max_draft, self.config.max_tree)
         self._machinery = Machinery(self.runner, exits, self.config, self.drafter)
         self.plan = make_plan(self._machinery, made.recording, batch)
-        self.config = self._machinery.config = self.plan.config
+        if self.plan.config.mode != self.config.mode:
+            self.config = self._machinery.config = self.plan.config
+            self._machinery.exits = make_exits(
+                self.runner, made, self.config, self.threshold_scale, policy
+            )
         self.costs = self._machinery.costs
         self.last_stats = ExitStats(self.runner.n_layers)
 

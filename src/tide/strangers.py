@@ -7,7 +7,6 @@ it, and the next step. Knows nothing of what the values mean.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,11 @@ def require_file(path: Path) -> None:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen = set[str]()
+        for twice, _ in pairs:
+            if twice in seen:
+                break
+            seen.add(twice)
         raise ValueError(f"its JSON has the key {shown(twice)} twice")
     return found
 
@@ -118,7 +120,7 @@ def whole(value: Any, what: str, least: int = 0, most: int = 2**31 - 1) -> int:
 def number(value: Any, what: str, least: float = -1e9, most: float = 1e9) -> float:
     """The value, if it is a number in a range, and so finite."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or math.isnan(value) or not least <= value <= most:
+    if not good or not least <= value <= most:
         raise ValueError(
             f"{what} is {shown(value)}; it must be a number from {least:g} to {most:g}"
         )

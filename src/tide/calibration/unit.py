@@ -129,7 +129,8 @@ def _check_content(
     if not 0 < len(prompts) <= documents:
         raise ValueError(f"it has {len(prompts)} documents; 1 to {documents} are allowed")
     lengths = ends.diff(prepend=ends.new_zeros(1))
-    if not ((prompts > 0) & (prompts < lengths)).all() or int(ends[-1]) != len(tokens):
+    inside = (prompts > 0) & (prompts < lengths) & (lengths <= len(tokens))
+    if not inside.all() or int(ends[-1]) != len(tokens):
         raise ValueError("its documents do not end where it has their ends")
     positions = int((lengths - prompts).sum())
     if shape != [len(plan.layers) + 1, positions, config.hidden_size]:

@@ -125,14 +125,14 @@ def _engines(args: argparse.Namespace, made: Any, model: Any, **options: Any) ->
     exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
     engines = {
         "off": TIDE(model, made, TIDEConfig(mode="off"), **options),
-        "lossless": TIDE(model, made, check=False, **options),
+        "lossless": TIDE(model, made, **options),  # is told whether the model takes trees
         "exit without drafts": TIDE(model, made, exits.with_(drafts=()), check=False, **options),
     }
     for scale in args.threshold_scale:
         engine = TIDE(model, made, exits, threshold_scale=scale, check=False, **options)
         engines[f"exit, threshold scale {scale:g}"] = engine
     for risk in args.risk:
-        auto = TIDE(model, made, risk=risk, check=False, **options)
+        auto = TIDE(model, made, risk=risk, **options)
         assert auto.certificate is not None
         certified = exits.with_(min_layers=auto.certificate.min_layers)
         engine = TIDE(model, made, certified, risk=risk, check=False, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,12 +89,7 @@ def _check(device: Any, dtype: Any) -> list[dict[str, Any]]:
         for module in (operators, reference):
             given = case.copied()
             got = _results(getattr(module, case.operation)(*given), given)
-            errors.append(
-                max(
-                    float((a.float() - b.float()).abs().nan_to_num().max())
-                    for a, b in zip(got, expected, strict=True)
-                )
-            )
+            errors.append(max(map(_error, got, expected)))
         allowed = 2 * errors[1] + 1e-4
         if errors[0] > allowed:
             raise SelfCheckError(
@@ -108,6 +104,14 @@ def _check(device: Any, dtype: Any) -> list[dict[str, Any]]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return found
+
+
+def _error(got: Any, expected: Any) -> float:
+    """The largest difference; infinite where one is NaN and the other is not."""
+    got, expected = got.float(), expected.float()
+    if not (got.isnan() == expected.isnan()).all():
+        return math.inf
+    return float((got - expected).abs().nan_to_num().max())
 
 
 def _in_float32(argument: Any) -> Any:

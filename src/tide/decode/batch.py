@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from tide.decode.pack import pack_states
@@ -16,6 +16,7 @@ from tide.decode.sequence import SequenceState
 from tide.decode.tree import DraftTree
 from tide.decode.waterlines import Waterlines
 from tide.models.cache import WaterlineCache
+from tide.models.chunk import upload
 
 
 class BatchState:
@@ -146,7 +147,8 @@ class BatchState:
             sequence.tokens[start:length] = kept
             if kept:
                 place = sequence.padding + start
-                sequence.context[place : place + len(kept)] = torch.tensor(kept)
+                tokens = upload(np.array(kept), sequence.context.device)
+                sequence.context[place : place + len(kept)] = tokens
             self.rollback(i, length)
         if moved:
             self.cache.keep_paths(moved)

@@ -5,6 +5,7 @@ It outlives calls, so what one prompt has taught serves the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
@@ -18,6 +19,8 @@ from tide.decode.tree import DraftTree
 # each is known.
 SIZES = (*range(1, 13), 16, 24, 32, 48, 64)
 RETRY = 24  # steps between tries of what does not pay at present
+_LESS = 0.9  # of the nodes that paid, those that are still grown a step later
+_FEWEST = 4  # nodes that are grown even where none pay
 _SHORT = 8  # contexts of up to 2 ** 8 tokens cost about the same
 
 
@@ -115,7 +118,8 @@ class OnlineComparison:
         rate = tokens / seconds
         old = self._rate.get(used, rate)
         # One that was hardly timed at all would count for thousands.
-        self._rate[used] = old + 0.1 * (min(rate, 2 * old) - old)
+        most = 2 * max(self._rate.values(), default=rate)
+        self._rate[used] = old + 0.1 * (min(rate, most) - old)
 
 
 @dataclass
@@ -202,6 +206,7 @@ class Drafter:
     exit_drafts: OnlineComparison = field(default_factory=OnlineComparison)
     _since_try: dict[str, int] = field(default_factory=dict)  # by draft type
     _since_undrafted: int = 0
+    _paid: float = math.inf  # nodes of trees that paid lately; it fades
 
     def propose(
         self, batch: BatchState, sources: Mapping[int, Sequence[DraftSource] | TreeSource]
@@ -212,13 +217,14 @@ class Drafter:
             sources: by index of a sequence.
         """
         drafts: dict[int, Draft | DraftTree] = {}
+        nodes = self._most_nodes(batch)
         for i, sequence in enumerate(batch.sequences):
             if sequence.open_drafts or not (some := sources[sequence.index]):
                 continue
             room = min(sequence.room - 1, self.limit)
             found: Draft | DraftTree | None = None
             if isinstance(some, TreeSource):  # reaches full depth in this step, so nothing waits
-                found = some.grow(sequence.tokens, self.nodes, room)
+                found = some.grow(sequence.tokens, nodes, room)
             elif (room := min(batch.pending_room(i), room)) >= 1:
                 found = self.accepted.best(some, sequence.tokens, room)
             if found is not None and found.tokens:
@@ -232,6 +238,14 @@ class Drafter:
             elif length:
                 batch.draft(i, draft.tokens[:length], draft.draft_type)
 
+    def _most_nodes(self, batch: BatchState) -> int:
+        """Nodes of the trees to grow: some more than paid lately, and no more than were timed."""
+        if self.fixed:
+            return self.nodes
+        timed = self.costs.of(batch)
+        most = max(timed) - 1 if len(timed) > 1 else self.nodes
+        return min(self.nodes, most, max(_FEWEST, math.ceil(min(2 * self._paid, self.nodes))))
+
     def lengths(self, batch: BatchState, drafts: Mapping[int, Draft | DraftTree]) -> dict[int, int]:
         """How many tokens of each draft to take in this step."""
         if self.fixed:
@@ -242,6 +256,7 @@ class Drafter:
             return {}
         self._since_undrafted += 1
         best = self._best_length(costs, len(batch.sequences), list(drafts.values()))
+        self._paid = max(best, _LESS * min(self._paid, self.nodes))
         if best:
             for draft in drafts.values():
                 self._since_try[draft.draft_type] = 0

@@ -57,10 +57,11 @@ class DecodeLoop:
     def run(self) -> None:
         """Decode every sequence to its end."""
         last, states = prefill_prompts(self.runner, self.exits, self.config, self.batch)
-        self.verifier.learn_prompts(self.batch, states)
+        sequences = list(self.batch.sequences)
         self.verifier.verify(self.batch, last, states[:, -1:])
-        del states
         self.end_step()
+        self.verifier.learn_prompts(sequences, states)  # the first token need not wait for it
+        del states
         while self.batch.sequences:
             self.step()
 

@@ -17,6 +17,8 @@ from tide.models.costs import LENGTHS, measure_passes
 from tide.models.runner import DepthRunner
 from tide.progress import bars
 
+_TIMED = 512  # tokens of all sequences in the largest pass that is timed
+
 
 @dataclass
 class Machinery:
@@ -52,20 +54,27 @@ class Machinery:
             # A pass that verifies drafts evaluates no gate.
             gates = [self.config.mode == "exit"] * (len(stages) - 1)
             measured = self.costs[sequences] = measure_passes(
-                self.runner, stages, sequences, wanted=[*gates, True], lengths=self._lengths()
+                self.runner,
+                stages,
+                sequences,
+                wanted=[*gates, True],
+                lengths=self._lengths(sequences),
             )
             whole = {length: sum(seconds) for length, seconds in measured.items()}
             self.drafter.costs.start(sequences, whole)
 
     @property
-    def trees(self) -> bool:
-        """Whether drafts are trees: where only full depth commits, if the model takes them."""
-        wanted = self.config.mode == "lossless" and self.config.max_tree > 0
-        return wanted and self.runner.takes_trees
+    def nodes(self) -> int:
+        """Most nodes of a draft tree; 0 if tokens exit or the model does not take trees."""
+        lossless = self.config.mode == "lossless"
+        return self.config.max_tree if lossless and self.runner.takes_trees else 0
 
-    def _lengths(self) -> Sequence[int]:
-        """New tokens for which passes are timed: up to a tree and the token before it."""
-        nodes = self.config.max_tree if self.trees else 0
+    def _lengths(self, sequences: int) -> Sequence[int]:
+        """New tokens for which passes are timed: up to a tree and the token before it.
+
+        In large batches smaller trees only, which is then all that is drafted.
+        """
+        nodes = min(self.nodes, _TIMED // sequences - 1)
         return [*LENGTHS, *(1 + n for n in (16, 32, 64) if n <= nodes)]
 
     def compile(self, sequences: int) -> None:
@@ -79,7 +88,10 @@ class Machinery:
 
     def at_full_depth(self, mode: str = "lossless") -> Machinery:
         """Nothing is committed before full depth: "lossless" may still draft, "off" does not."""
-        config = self.config.with_(mode=mode, kv_cache_strategy="deferred", prefill_exit=False)
+        # Chains: neither the head nor the measured costs are made for trees.
+        config = self.config.with_(
+            mode=mode, kv_cache_strategy="deferred", prefill_exit=False, max_tree=0
+        )
         exits = replace(self.exits, checkpoints=(), gates=()) if mode == "off" else self.exits
         return replace(self, config=config, exits=exits)
 

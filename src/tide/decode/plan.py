@@ -61,6 +61,7 @@ def make_plan(machinery: Machinery, recording: Recording | None, batch: int) -> 
     thresholds = tuple(gate.thresholds for gate in exits.gates)
     if (
         recording is None
+        or config.kv_cache_strategy != "deferred"
         or exits.script is not None
         or not set(layers) <= set(recording.layers)
         or any(limit.top_probability is not None for limit in thresholds)

@@ -87,7 +87,7 @@ class DecodeSession:
         batch = BatchState(
             self.sequences,
             machinery.exits.segments(runner.n_layers),
-            runner.new_cache(len(ids), options.max_length + config.max_tree),
+            runner.new_cache(len(ids), options.max_length + machinery.nodes),
             config.max_pending,
         )
         recycled = _recycled(machinery, self.sequences)
@@ -168,10 +168,13 @@ def _recycled(
     machinery: Machinery, sequences: Sequence[SequenceState]
 ) -> Mapping[int, RecycledPredictions] | None:
     """Recycled predictions by index of a sequence; None where nothing is recycled."""
-    if not isinstance(machinery.exits.target_head, SuccessorHead) or not machinery.trees:
+    config, recycles = machinery.config, isinstance(machinery.exits.target_head, SuccessorHead)
+    if not (recycles and machinery.nodes and config.max_draft):
         return None
-    share = machinery.config.share_recycled
-    return {s.index: machinery.recycled if share else RecycledPredictions() for s in sequences}
+    return {
+        s.index: machinery.recycled if config.share_recycled else RecycledPredictions()
+        for s in sequences
+    }
 
 
 def sources_of(
@@ -189,7 +192,7 @@ def sources_of(
         return {sequence.index: () for sequence in sequences}
     table = machinery.exits.table if "table" in config.drafts else None
     context = "context" in config.drafts
-    if machinery.trees:
+    if machinery.nodes:
         rates = machinery.drafter.rates
         return {
             s.index: TreeSource(

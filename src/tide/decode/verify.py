@@ -19,7 +19,7 @@ from tide.kernels.arithmetic import successors_of
 from tide.models.runner import DepthRunner
 from tide.stats import ExitStats, TokenRecord
 
-_PROMPT = 256  # last tokens of a prompt whose predictions are recycled: the head reads them
+_PROMPTS = 256  # last tokens of all prompts whose predictions are recycled: the head reads them
 
 
 class Verifier:
@@ -71,7 +71,7 @@ class Verifier:
         """
         self._verify(batch, self._wanted(batch, spans), states)
 
-    def learn_prompts(self, batch: BatchState, states: Tensor) -> None:
+    def learn_prompts(self, sequences: Sequence[SequenceState], states: Tensor) -> None:
         """Let the predictions after the last tokens of prompts be recycled too.
 
         Args:
@@ -79,9 +79,11 @@ class Verifier:
         """
         if self._recycled is None:
             return
-        for i, sequence in enumerate(batch.sequences):
-            known = len(sequence.tokens)
-            some = states[i, -min(known, _PROMPT) :]
+        for i, sequence in enumerate(sequences):
+            if sequence.finished:
+                continue
+            known = sequence.prompt
+            some = states[i, -min(known, max(1, _PROMPTS // len(sequences))) :]
             found = to_host(successors_of(self.runner.logits(some), SUCCESSORS)[:, 1:])
             for position, successors in enumerate(found, known - len(found)):
                 self._learn(sequence, position, successors)

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tide.errors import ArtifactError, StorageError
@@ -30,6 +30,7 @@ HEADER, CARD = "tide.json", "README.md"
 # Tensors in a folder, as patterns: named by digest or, by earlier versions, without.
 TENSORS = (f"tide-{'[0-9a-f]' * 16}.safetensors", "tide.safetensors")
 ONE_FILE = (".safetensors", ".pt")  # endings of an artifact that is one file
+MOST_TENSORS = 8192
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 # What `model.generate(custom_generate=FOLDER, trust_remote_code=True)` looks for. It first reads
@@ -142,12 +143,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         header = _header(read_json(path / HEADER))
         named = path / _tensors_of(header["digest"])
         tensors = named if named.exists() else path / TENSORS[-1]
-        require_file(tensors)
-        return header, load_file(tensors)
+        return header, _tensors(tensors)[0]
+    found, metadata = _tensors(path)
+    return _header(parse_json(metadata["tide"])), found
+
+
+def _tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a file, if they are not too many, and its metadata."""
     require_file(path)
     with safe_open(path, framework="pt") as file:
-        header = _header(parse_json((file.metadata() or {})["tide"]))
-    return header, load_file(path)
+        names = list(file.keys())
+        if len(names) > MOST_TENSORS:
+            raise ValueError(f"it has {len(names)} tensors; at most {MOST_TENSORS} are allowed")
+        return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
 
 
 def _header(found: Any) -> dict[str, Any]:

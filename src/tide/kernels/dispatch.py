@@ -77,7 +77,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if missing is not None:
         return missing
     if device.type == "cuda":
-        return _too_old(device)
+        return _too_old(device) or _failing(device)
     if device.type == "cpu":
         from tide.kernels.launch import interpreted
 
@@ -104,6 +104,17 @@ def _too_old(device: torch.device) -> str | None:
     found = torch.cuda.get_device_capability(device)
     if found < CAPABILITY:
         return f"the GPU has capability {found}; kernels need {CAPABILITY}"
+    return None
+
+
+@cache
+def _failing(device: torch.device) -> str | None:
+    """Why a first small kernel fails: Triton needs a compiler and a driver that suit it."""
+    try:
+        _module("triton").compact(torch.ones(1, dtype=torch.bool, device=device))
+        torch.cuda.synchronize(device)
+    except Exception as error:  # whatever it is: the reference does without
+        return f"a first kernel failed ({type(error).__name__}: {error})"
     return None
 
 

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import triton
+from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 WARPS = 4
@@ -57,7 +59,10 @@ def launch(kernel: Any, grid: tuple[int, ...], /, **arguments: Any) -> None:
     for launches in _recorders:
         launches.append(Launch(kernel, grid, arguments))
     if not any(_dry):
-        kernel[grid](**arguments, num_warps=WARPS)
+        # Triton launches on the current device, which need not be where the tensors are.
+        where = next(value for value in arguments.values() if isinstance(value, Tensor))
+        with torch.cuda.device_of(where):
+            kernel[grid](**arguments, num_warps=WARPS)
 
 
 def interpreted() -> bool:

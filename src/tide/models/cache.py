@@ -22,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tide.errors import RangeError, UnsupportedCacheError
 from tide.kernels.operators import append_kv_on, gather_path
-from tide.models.chunk import Chunk, host_mask, plan_chunk
+from tide.models.chunk import Chunk, host_mask, plan_chunk, upload
 from tide.models.tokens import TokenBatch
 
 _BLOCK = 64  # least slots by which buffers grow
@@ -236,7 +236,7 @@ class WaterlineCache(Cache):
         for layer in self.layers:
             buffers.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
         for device, of_device in buffers.items():
-            sent = torch.from_numpy(plan).to(device)
+            sent = upload(plan, device)
             gather_path(of_device, sent[2:].T, sent[0], sent[1])
 
     def rollback(self, lengths: Sequence[int]) -> None:

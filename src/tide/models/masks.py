@@ -49,14 +49,15 @@ def explicit_mask(
     """
     device = places.packed.device
     key = torch.arange(key_slots, device=device)  # [key_slots]
-    start = places.starts[:, None, :, None]  # [sequences, 1, new_tokens, 1]
-    beyond = key - places.reaches[:, None, :, None]
-    causal = beyond <= 0  # [sequences, 1, new_tokens, key_slots]
+    # [sequences, 1, new_tokens, 1]
+    start, reach = places.starts[:, None, :, None], places.reaches[:, None, :, None]
+    causal = key <= reach  # [sequences, 1, new_tokens, key_slots]
     if tree:
+        beyond = key - reach
         ancestors = places.ancestors[:, None, :, None] >> (beyond - 1).clamp(0, MOST_NODES - 1)
         causal = causal | ((beyond <= MOST_NODES) & ((ancestors & 1) == 1))
     causal = causal & (key >= start)
-    own, at = places.positions[:, None, :, None], key - start
+    own, at = places.positions[:, None, :, None], key - start[:, :, :1]
     types = sorted(set(layer_types(config)))
     if tree and types != ["full_attention"]:
         at = _positions(places, key_slots)

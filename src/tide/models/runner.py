@@ -54,7 +54,7 @@ class DepthRunner(ABC):
         self.parts = locate(model)
         self.config = text_config(model)
         self.n_layers = len(self.parts.layers)
-        self.takes_trees = True
+        self.takes_trees = _by_position_ids(self.config)
         self.counts = LayerCounts.zeros(self.n_layers)
         self.position_limit = position_limit(self.config)
 
@@ -245,6 +245,16 @@ class DepthRunner(ABC):
                     f"Got {name} of shape {list(given.shape)} for tokens of shape {list(shape)}; "
                     "the first two dimensions must agree."
                 )
+
+
+def _by_position_ids(config: Any) -> bool:
+    """Whether a token's position is what `position_ids` say, in all that the model does with it.
+
+    The attention temperature of Llama 4 counts slots instead, in steps of `floor_scale`; nodes of a
+    tree stand in slots behind their position.
+    """
+    tuned = getattr(config, "attn_temperature_tuning", False)
+    return not tuned or config.max_position_embeddings <= config.floor_scale
 
 
 def position_limit(config: Any) -> int | None:

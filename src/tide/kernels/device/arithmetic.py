@@ -74,9 +74,11 @@ def normed_part(x, lines, live, at, hidden, mean, variance, weight, bias, eps, N
 
 
 @triton.jit
-def scale_logits(logits, multiplier, cap, CAPPED: tl.constexpr):
-    """Logits times a factor, and softly capped."""
-    logits = logits * multiplier
+def scale_logits(logits, multiplier, cap, CAPPED: tl.constexpr, TYPE: tl.constexpr):
+    """Logits times a factor, and softly capped; rounded after each step, as torch does it."""
+    logits = narrow(logits * multiplier, TYPE).to(tl.float32)
     if CAPPED:
-        logits = (2 * tl.sigmoid(2 * logits / cap) - 1) * cap
+        logits = narrow(logits / cap, TYPE).to(tl.float32)
+        logits = narrow(2 * tl.sigmoid(2 * logits) - 1, TYPE).to(tl.float32)
+        logits = narrow(logits * cap, TYPE).to(tl.float32)
     return logits

@@ -122,7 +122,7 @@ def score_exits(
                 logits = product(part, weights, logits, WIDE)
             if fixed_bias is not None:
                 logits += tl.load(fixed_bias + number, number < count, 0.0).to(tl.float32)[None, :]
-            logits = scale_logits(logits, multiplier, cap, CAPPED)
+            logits = scale_logits(logits, multiplier, cap, CAPPED, tl.float32)
             logits = tl.where((number < count)[None, :], logits, float("-inf"))
             top = tl.max(logits, 1)
             index = block + tl.argmax(logits, 1, tie_break_left=True)
@@ -132,9 +132,9 @@ def score_exits(
         if head_bias is not None:
             context_logit += tl.load(head_bias + of_context, of_context >= 0, 0.0).to(tl.float32)
             table_logit += tl.load(head_bias + of_table, of_table >= 0, 0.0).to(tl.float32)
-        context_logit = scale_logits(context_logit, multiplier, cap, CAPPED)
+        context_logit = scale_logits(context_logit, multiplier, cap, CAPPED, tl.float32)
         context_logit = tl.where(of_context >= 0, context_logit, float("-inf"))
-        table_logit = scale_logits(table_logit, multiplier, cap, CAPPED)
+        table_logit = scale_logits(table_logit, multiplier, cap, CAPPED, tl.float32)
         table_logit = tl.where(of_table >= 0, table_logit, float("-inf"))
         first, second, total = with_others(first, second, total, context_logit, least, 1.0)
         first, second, total = with_others(first, second, total, table_logit, least, 1.0)

@@ -44,7 +44,7 @@ def top_parts(
             logits += tl.load(head_bias + number, known, 0.0).to(tl.float32)[None, :]
         # In the precision of the model's own logits, so that ties are decided alike.
         logits = narrow(logits, head.dtype.element_ty).to(tl.float32)
-        logits = scale_logits(logits, multiplier, cap, CAPPED)
+        logits = scale_logits(logits, multiplier, cap, CAPPED, head.dtype.element_ty)
         logits = tl.where(known[None, :], logits, float("-inf"))
         first = tl.max(logits, 1)
         index = tl.argmax(logits, 1, tie_break_left=True)
