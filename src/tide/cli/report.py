@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             figure.savefig(buffer, format="svg")
             charts[name] = (title, buffer.getvalue().split("?>", 1)[-1].split('dtd">', 1)[-1])
         page = report_page(runs, charts)
-        write_whole(args.html, lambda scratch: scratch.write_text(page, encoding="utf-8"))
+        raw = page.encode("utf-8", "replace")  # JSON may hold halves of characters
+        write_whole(args.html, lambda scratch: scratch.write_bytes(raw))
         written.append(args.html)
     for path in written:
         print(f"Written: {path}")
