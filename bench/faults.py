@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -41,7 +42,7 @@ def calibrate(model: Path, data: Path, folder: Path) -> list[str]:
     """The command; its work folder is kept by its name alone."""
     return [
         "calibrate", str(model), "-o", str(folder / "router"), "--work", str(folder / "work"),
-        "--data", str(data), "--interval", "2", "--min-layers", "2", "--bottleneck", "8",
+        "--data", str(data), "--interval", "3", "--min-layers", "3", "--bottleneck", "8",
         "--vocabulary", "64", "--new-tokens", "8", "--batch", "1", "--threads", "1",
     ]  # fmt: skip
 
@@ -54,14 +55,20 @@ def certify(model: Path, data: Path, folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def start(arguments: list[str], log: Path) -> int:
-    """Run a command in a fork of this process; returns its id."""
+def start(arguments: list[str], log: Path, most_bytes: int | None = None) -> int:
+    """Run a command in a fork of this process; returns its id.
+
+    Args:
+        most_bytes: of a file; what is beyond is an error, as on a full disk.
+    """
     child = os.fork()
     if child:
         return child
-    code = 1
+    code = 3
     try:
         torch.set_num_threads(1)
+        if most_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, resource.RLIM_INFINITY))
         with log.open("a") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             code = tide(arguments)
     finally:
@@ -77,6 +84,20 @@ def finish(arguments: list[str], log: Path) -> float:
     return time.monotonic() - began
 
 
+class Reference:
+    """A run that nobody disturbs.
+
+    Args:
+        command: the arguments, given a folder to work in.
+        folder: to work in.
+    """
+
+    def __init__(self, command: Callable[[Path], list[str]], folder: Path) -> None:
+        self.command, self.folder = command, folder
+        self.seconds = finish(command(folder), folder.parent / "log")
+        self.result = content(folder / "router")
+
+
 def content(path: Path) -> tuple[str, dict[str, bytes]]:
     """All of an artifact but its timings: the header, and the bytes of its tensors."""
     made = Artifact.load(path)
@@ -87,43 +108,64 @@ def content(path: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def kills(
-    name: str, count: int, rng: random.Random, folder: Path, command: Callable[[Path], list[str]],
-    prepare: Callable[[Path], Any],
-) -> dict[str, Any]:  # fmt: skip
+    name: str, count: int, rng: random.Random, reference: Reference, prepare: Callable[[Path], Any]
+) -> dict[str, Any]:
     """Kill a command some times and run it again; raises if anything is lost.
 
     Args:
+        reference: what the command does if nobody kills it.
         prepare: writes into a folder what the command starts from.
     """
-    log, whole = folder / "log", folder / f"{name} whole"
-    prepare(whole)
-    before = content(whole / "router") if (whole / "router").exists() else None
-    seconds = finish(command(whole), log)
-    expected, found = content(whole / "router"), Counter[str]()
+    found, folder = Counter[str](), reference.folder.parent
     for number in range(count):
         here = folder / f"{name} {number}"
         prepare(here)
-        child = start(command(here), log)
-        time.sleep(seconds * (rng.random() if number % 2 else rng.uniform(0.85, 1.05)))
+        before = content(here / "router") if (here / "router").exists() else None
+        child = start(reference.command(here), folder / "log")
+        moment = rng.random() if number % 2 else rng.uniform(0.85, 1.05)
+        time.sleep(reference.seconds * moment)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         after = content(here / "router") if (here / "router").exists() else None
-        if after not in (before, expected):
+        if after not in (before, reference.result):
             raise SystemExit(f"{name}, kill {number}: the artifact is neither the old nor the new")
-        found["new" if after == expected else "old" if after else "none"] += 1
-        finish(command(here), log)
-        if content(here / "router") != expected:
+        found["new" if after == reference.result else "old" if after else "none"] += 1
+        finish(reference.command(here), folder / "log")
+        if content(here / "router") != reference.result:
             raise SystemExit(f"{name}, kill {number}: the result differs from an undisturbed run")
         shutil.rmtree(here)
     print(f"{name}: {dict(found)}", file=sys.stderr)
     return {"kills": count, "found_after_kill": dict(found), "same_result_after": count}
 
 
+def full_disk(
+    sizes: list[int], reference: Reference, prepare: Callable[[Path], Any]
+) -> dict[str, Any]:
+    """Let a command meet a full disk, and run it again with space; raises if anything is lost."""
+    folder = reference.folder.parent
+    for size in sizes:
+        here, log = folder / f"full at {size}", folder / f"full at {size}.log"
+        prepare(here)
+        _, status = os.waitpid(start(reference.command(here), log, size), 0)
+        if os.waitstatus_to_exitcode(status) != 1 or "could not be written" not in log.read_text():
+            raise SystemExit(f"a disk full at {size} bytes was not named:\n{log.read_text()}")
+        if (here / "router").exists():
+            raise SystemExit(f"a disk full at {size} bytes gave an artifact")
+        finish(reference.command(here), log)
+        if content(here / "router") != reference.result:
+            raise SystemExit(f"after a disk full at {size} bytes, the result differs")
+    return {"full_at_bytes": sizes, "named": len(sizes), "same_result_after": len(sizes)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20, help="of each command")
     parser.add_argument("--prompts", type=int, default=120)
+    parser.add_argument(
+        "--full", type=int, nargs="*", default=[4096, 20_000, 60_000],
+        help="bytes of a file at which the disk is full, for calibrate",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
@@ -131,32 +173,30 @@ def main() -> None:
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model, data, costs = folder / "model", folder / "data.txt", folder / "costs.json"
+        model, data = folder / "model", folder / "data.txt"
         tiny_model("llama").save_pretrained(model)
         tiny_tokenizer().save_pretrained(model)
         texts = ["".join(rng.choices("abcdefgh", k=12)) for _ in range(args.prompts)]
         data.write_text("\n".join(texts))
         unused = folder / "unused.txt"
         unused.write_text("\n".join("".join(rng.choices("ijklmnop", k=12)) for _ in range(40)))
-        # Costs are measured, so no two runs share them unless they are there.
-        finish(calibrate(model, data, folder / "first"), folder / "log")
-        shutil.move(folder / "first/work/costs.json", costs)
+        calibration = Reference(lambda here: calibrate(model, data, here), folder / "calibrated")
+        made = shutil.copytree(folder / "calibrated/router", folder / "certified/router")
+        certification = Reference(lambda here: certify(model, unused, here), made.parent)
 
         def with_costs(here: Path) -> None:
+            """Costs are measured, so no two runs share them unless they are there."""
             (here / "work").mkdir(parents=True)
-            shutil.copy(costs, here / "work")
+            shutil.copy(folder / "calibrated/work/costs.json", here / "work")
+
+        def with_artifact(here: Path) -> None:
+            shutil.copytree(folder / "calibrated/router", here / "router")
 
         results = {
-            "calibrate": kills(
-                "calibrate", args.kills, rng, folder,
-                lambda here: calibrate(model, data, here), with_costs,
-            ),
-            "certify": kills(
-                "certify", args.kills, rng, folder,
-                lambda here: certify(model, unused, here),
-                lambda here: shutil.copytree(folder / "first/router", here / "router"),
-            ),
-        }  # fmt: skip
+            "calibrate": kills("calibrate", args.kills, rng, calibration, with_costs),
+            "certify": kills("certify", args.kills, rng, certification, with_artifact),
+        }
+        disk = full_disk(args.full, calibration, with_costs)
     document = {
         "what": "commands killed at random moments, and run again",
         "conditions": {
@@ -164,6 +204,7 @@ def main() -> None:
             "torch": torch.__version__,
         },
         "results": results,
+        "full_disk": disk,
     }  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(document, indent=2) + "\n")

@@ -31,7 +31,7 @@ MARKUP = (
     "名前 🌊", "%s{}", "`id`",
 )  # fmt: skip
 NUMBERS = (
-    0, -1, 1, 2, 3, 7, 64, 4096, 30_000, 100_000, 2**31, 2**63, 10**30, 0.5, -0.0, 1.5, 1e-320,
+    0, -1, 1, 2, 3, 7, 64, 4096, 30_000, 100_000, 2**31, 2**63, 10**400, 0.5, -0.0, 1.5, 1e-320,
     1e308, math.nan, math.inf, -math.inf,
 )  # fmt: skip
 OTHERS = (
@@ -91,11 +91,26 @@ def changed_text(rng: random.Random, text: str) -> tuple[bytes, str]:
     """The text of a JSON object, changed so that a parser must notice."""
     body = text.strip()[1:-1]
     how = rng.choice(
-        ("duplicate", "deep", "digits", "cut", "flip", "not utf-8", "bom", "large", "empty", "many")
+        (
+            "duplicate",
+            "late",
+            "deep",
+            "digits",
+            "cut",
+            "flip",
+            "not utf-8",
+            "bom",
+            "large",
+            "empty",
+            "many",
+        )
     )
     if how == "duplicate":
         key = rng.choice(list(json.loads(text)))
         return f"{{{json.dumps(key)}: 1, {body}}}".encode(), f"duplicate key {key}"
+    if how == "late":
+        keys = ", ".join(f'"{i}": 0' for i in range(300_000))
+        return f'{{{keys}, "z": 0, "z": 0}}'.encode(), "a duplicate key after many others"
     if how == "deep":
         mark = rng.choice(("[", '{"a":'))
         return f'{{"x": {mark * rng.choice((900, 50_000, 500_000))}'.encode(), how

@@ -63,6 +63,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lm_eval": risk.lm_eval,
     "hostile": trust.hostile,
     "faults": trust.faults,
+    "long_context": trust.long_context,
     "models": reference.models,
     "refused": reference.refused,
     "refused_options": reference.refused_options,

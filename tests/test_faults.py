@@ -53,7 +53,8 @@ def artifact(model: Any) -> Artifact:
 def test_killed_commands_lose_nothing() -> None:
     """The short form of bench/faults.py."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench/faults.py"), "--kills", "2", "--prompts", "40"],
+        [sys.executable, str(ROOT / "bench/faults.py"), "--kills", "2", "--prompts", "40",
+         "--full"],
         capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip

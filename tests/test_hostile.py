@@ -163,6 +163,14 @@ def test_a_header_that_is_hardly_json_is_refused(
         Artifact.load(path)
 
 
+def test_an_error_does_not_send_commands_to_the_terminal(ground: Ground, tmp_path: Path) -> None:
+    tensors = {**ground.tensors, "checkpoints.0.head.\x1b[2J": torch.ones(1)}
+    files.write(tmp_path / "router", ground.header, tensors)
+    with pytest.raises(ArtifactError) as found:
+        Artifact.load(tmp_path / "router")
+    assert "[2J" in str(found.value) and "\x1b" not in str(found.value)
+
+
 @linux
 @pytest.mark.parametrize("name", ["tide.json", "tide.safetensors"])
 def test_what_is_not_a_file_is_not_opened(name: str, ground: Ground, tmp_path: Path) -> None:
@@ -209,6 +217,15 @@ def test_a_record_without_what_the_card_shows_is_named(ground: Ground, tmp_path:
     made.record = {"heads": 5}
     with pytest.raises(ArtifactError, match="no model card for this record"):
         made.save_pretrained(tmp_path / "router")
+
+
+def test_a_model_name_stays_a_name_in_the_card(ground: Ground, tmp_path: Path) -> None:
+    made = Artifact._from(ground.header, dict(ground.tensors))
+    made.record = {"model": 'x")\nimport os\nlicense: mit'}
+    made.save_pretrained(tmp_path / "router")
+    lines = (tmp_path / "router/README.md").read_text().splitlines()
+    assert r'base_model: "x\") import os license: mit"' in lines
+    assert "import os" not in lines and "license: mit" not in lines
 
 
 def test_a_certificate_with_other_values_is_refused(ground: Ground) -> None:
@@ -290,6 +307,7 @@ def test_names_in_a_benchmark_are_shown_as_they_are(ground: Ground, tmp_path: Pa
     for method, name in zip(run["results"], ("<b>a$b</b>", "$\\frac", "_--><b>"), strict=True):
         method["method"] = name
     run["results"][1]["layer_calls_per_token"] = {"$x^2": 3.0, "<b>": 1.0}  # not those of the other
+    run["conditions"]["data"] = "\ud800"  # half of a character
     (tmp_path / "run.json").write_text(json.dumps(run))
     read_run(tmp_path / "run.json", ground)
     assert "&lt;b&gt;a$b" in (tmp_path / "page.html").read_text()

@@ -26,7 +26,7 @@ from tide.calibration.answers import Answers, self_answering
 from tide.calibration.data import Documents, encode_prompts, encode_texts
 from tide.calibration.unit import CollectPlan, Unit, check_unit, documents_of, read_note
 from tide.errors import DataError
-from tide.exits.files import write_whole
+from tide.exits.files import naming, write_whole
 from tide.models.runner import DepthRunner
 from tide.models.tokens import TokenBatch
 
@@ -53,7 +53,8 @@ class Collection:
 
     def __init__(self, folder: Path, plan: CollectPlan) -> None:
         self.folder, self.plan = folder, plan
-        folder.mkdir(parents=True, exist_ok=True)
+        with naming(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         note, wanted = folder / "plan.json", json.loads(json.dumps(asdict(plan)))
         if not note.exists():
             write_whole(note, lambda path: path.write_text(json.dumps(wanted, indent=2)))

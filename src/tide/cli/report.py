@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             figure.savefig(buffer, format="svg")
             charts[name] = (title, buffer.getvalue().split("?>", 1)[-1].split('dtd">', 1)[-1])
         page = report_page(runs, charts)
-        encoded = page.encode("utf-8", "replace")  # a stranger's text may have half a character
-        write_whole(args.html, lambda scratch: scratch.write_bytes(encoded))
+        raw = page.encode("utf-8", "replace")  # JSON may hold halves of characters
+        write_whole(args.html, lambda scratch: scratch.write_bytes(raw))
         written.append(args.html)
     for path in written:
         print(f"Written: {path}")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 
 def model_card(record: Mapping[str, Any]) -> str:
     """The README.md of an artifact folder, from the record that calibration keeps."""
-    base = record.get("model", "the model it was made for")
+    base = " ".join(str(record.get("model", "the model it was made for")).split())
+    quoted = json.dumps(base, ensure_ascii=False)  # in YAML and in Python: it may hold anything
     lines = [
         "---",
         "library_name: tide",
         "tags: [custom_generate, early-exit, adaptive-depth, speculative-decoding]",
-        *([f"base_model: {base}"] if "model" in record else []),
+        *([f"base_model: {quoted}"] if "model" in record else []),
         "---",
         "",
         f"# TIDE artifact for {base}",
@@ -25,7 +27,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "from transformers import AutoModelForCausalLM",
         "from tide import TIDE, TIDEConfig",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{base}")',
+        f"model = AutoModelForCausalLM.from_pretrained({quoted})",
         'engine = TIDE(model, "path/to/this/folder")  # lossless',
         'engine = TIDE(model, "path/to/this/folder", TIDEConfig(exit_threshold=None))  # exits',
         "# or, without an engine of your own (runs the code in custom_generate/):",

@@ -75,7 +75,7 @@ def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     if path.suffix in ONE_FILE:
         write_whole(path, lambda p: save_file(dict(tensors), p, metadata={"tide": text}))
         return
-    with _naming(path):
+    with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = path if path.exists() else _scratch(path)
         try:
@@ -134,8 +134,9 @@ def digest(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """An error in one short line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    """An error in one short line that a terminal only prints: it may quote a stranger's file."""
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {''.join(c if c.isprintable() else '?' for c in text)}"
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -177,7 +178,7 @@ def write_whole(path: Path, save: Callable[[Path], Any]) -> None:
     Raises:
         StorageError: if the disk is full, or may not be written.
     """
-    with _naming(path):
+    with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = _scratch(path)
         try:
@@ -188,8 +189,12 @@ def write_whole(path: Path, save: Callable[[Path], Any]) -> None:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name what could not be written."""
+def naming(path: Path) -> Iterator[None]:
+    """Name what could not be written.
+
+    Raises:
+        StorageError: in place of an error of the disk.
+    """
     try:
         yield
     except StorageError:

@@ -1,0 +1,172 @@
+"""Long contexts: time and memory of a generated token against the length of the context.
+
+A tiny model with 32,768 positions, so that what the loop adds to attention shows; beside it HF
+generate at the same lengths. In a second run of each, every tensor that an operation makes is
+looked at: how many rows of logits there are at most, and how many entries the largest mask has.
+
+    python bench/long_context.py --out bench/results/long_context.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tide.cli.loading import processor
+from tide.config import TIDEConfig
+from tide.engine import TIDE
+from tide.exits.artifact import Artifact
+from tide.exits.checkpoint import Checkpoint
+from tide.exits.heads import ExitHead
+from tide.exits.policy import ScriptedPolicy
+from tide.models.fingerprint import fingerprint
+from tide.models.locate import locate
+
+VOCABULARY, POSITIONS, HIDDEN, LAYERS = 1009, 32_768, 64, 6  # a prime: no other size is a multiple
+
+
+class Largest(TorchDispatchMode):
+    """Looks at every tensor that an operation makes.
+
+    Args:
+        model: its weights are not counted.
+        length: of the context.
+
+    Attributes:
+        logits: most rows of a tensor over the vocabulary.
+        mask: most entries of a tensor with more than one row over at least half of the context.
+    """
+
+    def __init__(self, model: Any, length: int) -> None:
+        super().__init__()
+        self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self._vocabulary, self._length = model.config.vocab_size, length
+        self.logits = self.mask = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and look."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim:
+                self._look(tensor)
+        return out
+
+    def _look(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._weights:
+            return
+        entries = min(tensor.numel(), storage.nbytes() // tensor.element_size())
+        if tensor.shape[-1] == self._vocabulary:
+            self.logits = max(self.logits, entries // self._vocabulary)
+        elif tensor.ndim > 1 and tensor.shape[-1] >= self._length // 2 and tensor.shape[-2] > 1:
+            self.mask = max(self.mask, entries)
+
+
+def long_model(positions: int = POSITIONS) -> Any:
+    """A tiny random model of many positions."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=LAYERS,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=positions,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def methods(model: Any) -> dict[str, Callable[..., Any]]:
+    """HF generate, and an engine in each mode; half of the tokens exit after the second layer."""
+    exits = [Checkpoint(1, ExitHead("identity", HIDDEN))]
+    made = Artifact(fingerprint(model, locate(model)), HIDDEN, exits)
+    found: dict[str, Callable[..., Any]] = {"HF generate": model.generate}
+    for name, config in (
+        ("off", TIDEConfig(mode="off")),
+        ("lossless", TIDEConfig(mode="lossless")),
+        ("exit", TIDEConfig(mode="exit", min_layers=0)),
+    ):
+        policy = ScriptedPolicy.share(0.5) if name == "exit" else None
+        found[name] = TIDE(model, made, config, policy=policy, check=False).generate
+    return found
+
+
+def prompt(length: int) -> torch.Tensor:
+    """Random token ids, `[1, length]`."""
+    return torch.randint(
+        3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length)
+    )
+
+
+def measure(model: Any, run: Callable[..., Any], length: int, new: int) -> dict[str, float]:
+    """Milliseconds and megabytes of a token after a context, and the largest tensors."""
+    ids, times = prompt(length), []
+
+    class Clock:
+        """A streamer: when tokens come."""
+
+        def put(self, value: Any) -> None:
+            times.extend([time.perf_counter()] * value.numel())
+
+        def end(self) -> None:
+            pass
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    run(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=Clock())
+    peak, decoding = _memory("VmHWM") - before, times[length:]
+    with Largest(model, length) as largest:
+        run(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    return {
+        "ms_per_token": round(1e3 * (decoding[-1] - decoding[0]) / (len(decoding) - 1), 3),
+        "peak_mb": round(peak, 1),
+        "rows_of_logits": largest.logits,
+        "entries_of_mask": largest.mask,
+    }
+
+
+def _memory(what: str) -> float:
+    found = re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384, 32_000])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the result here as JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, results = long_model(), []
+    some = methods(model)
+    for run in some.values():  # warm up
+        run(prompt(64), max_new_tokens=8, do_sample=False)
+    for length in args.lengths:
+        for name, run in some.items():
+            found = measure(model, run, length, args.new_tokens)
+            results.append({"method": name, "context": length, **found})
+            print(results[-1], flush=True)
+    document = {
+        "what": "time, memory and largest tensors against the length of the context",
+        "conditions": {
+            "model": f"random, {LAYERS} layers of {HIDDEN}, {VOCABULARY} tokens",
+            "positions": POSITIONS, "new_tokens": args.new_tokens, "threads": args.threads,
+            "processor": processor(), "torch": torch.__version__,
+        },
+        "results": results,
+    }  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
