@@ -11,6 +11,7 @@ import torch
 
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
+from tide.decode.recycled import SuccessorHead
 from tide.decode.replay import Expected, Setting, replay
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
@@ -131,7 +132,9 @@ def engine(recording: Recording | None, **options: Any) -> TIDE:
         fingerprint(model, locate(model)), 32, [checkpoint], candidates=torch.arange(9),
         recording=recording,
     )  # fmt: skip
-    config = TIDEConfig(mode="auto", min_layers=0, exit_threshold=None, drafts=("context",))
+    config = TIDEConfig(
+        mode="auto", min_layers=0, exit_threshold=None, drafts=("context", "recycled")
+    )
     return TIDE(model, made, config, check=False, **options)
 
 
@@ -155,6 +158,8 @@ def test_auto_takes_what_is_faster_by_the_recording(
     ids = torch.randint(3, 97, (1, 6))
     found.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert str(engine(made).plan) == str(found.plan)
+    recycles = isinstance(found._machinery.exits.target_head, SuccessorHead)
+    assert recycles == (way == "lossless")
 
 
 def test_auto_measures_this_device() -> None:

@@ -47,8 +47,7 @@ class TIDE:
 
     Args:
         model: an `AutoModelForCausalLM` in evaluation mode; never changed.
-        router_path: an artifact: a folder, a `.safetensors` or a `.pt` file, or an `Artifact`.
-            None for lossless decoding with context drafts only, which needs no calibration.
+        router_path: the artifact, or its folder or file; None: lossless, which needs none.
         config: settings; without it, mode is "lossless", or "auto" if a risk is given.
         risk: the share of tokens that may differ from full depth; `tide certify` must cover it.
         delta: the chance that the certificate may be wrong, and of a false alarm while serving.
@@ -107,17 +106,14 @@ class TIDE:
             self.certificate, threshold_scale = found, found.threshold_scale
             self.circuit_breaker = CircuitBreaker(DriftMonitor(found.risk, delta), on_drift)
         self.threshold_scale = 1.0 if threshold_scale is None else threshold_scale
-        exits = make_exits(self.runner, self.artifact, self.config, self.threshold_scale, policy)
         self.drafter = Drafter(self.config.max_draft, self.config.max_tree)
-        self._machinery = Machinery(self.runner, exits, self.config, self.drafter)
+        exits = partial(make_exits, self.runner, made, self.threshold_scale, policy)
+        self._machinery = Machinery(self.runner, exits(self.config), self.config, self.drafter)
         self.plan = make_plan(self._machinery, made.recording, batch)
-        if self.plan.config.mode != self.config.mode:
+        if self.plan.config != self.config:  # the mode decides what follows full depth
             self.config = self._machinery.config = self.plan.config
-            self._machinery.exits = make_exits(
-                self.runner, made, self.config, self.threshold_scale, policy
-            )
-        self.costs = self._machinery.costs
-        self.last_stats = ExitStats(self.runner.n_layers)
+            self._machinery.exits = exits(self.config)
+        self.costs, self.last_stats = self._machinery.costs, ExitStats(self.runner.n_layers)
 
     def generate(
         self,

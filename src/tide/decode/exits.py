@@ -44,9 +44,9 @@ def load_artifact(
 def make_exits(
     runner: DepthRunner,
     artifact: Artifact,
-    config: TIDEConfig,
     threshold_scale: float,
     policy: ScriptedPolicy | None,
+    config: TIDEConfig,
 ) -> Exits:
     """The exits that are used, by depth.
 

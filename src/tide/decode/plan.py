@@ -23,8 +23,8 @@ class Plan:
     Attributes:
         config: its settings; the mode is never "auto".
         reason: why, in short.
-        expected: speed-ups over full depth, token by token, of "lossless", "exit" (no drafts) and
-            "both"; empty if nothing was compared.
+        expected: speed-ups over full depth, token by token, of "lossless" (with chains: trees may
+            give more), "exit" (no drafts) and "both"; empty if nothing was compared.
     """
 
     config: TIDEConfig

@@ -1,9 +1,9 @@
 """The files of an artifact: a header in JSON and tensors, with a digest over both.
 
 A folder with `tide.json` and the `.safetensors` file that its digest names, or one file of that
-format with the JSON in its metadata. So is a `.pt` file: a pickle is never read, since even with
-`weights_only=True` one could run code in torch before 2.10 (CVE-2026-24747), and in any torch could
-use up the memory. Knows nothing of what the header means.
+format with the JSON in its metadata. So is a `.pt` file: a pickle is never read, since whether
+`weights_only=True` keeps out code is up to the torch at hand, and it does not bound the memory.
+Knows nothing of what the header means.
 """
 
 from __future__ import annotations
