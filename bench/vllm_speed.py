@@ -31,6 +31,8 @@ from typing import Any
 from measure import chat, parser, report, rows_of, shuffled
 from transformers import AutoConfig, AutoTokenizer
 
+from tide.calibration.data import load_by_category
+
 SHARE = 0.6
 EXIT_SHARES = {f"{SHARE:.0%} exit at half depth": SHARE, "all exit at half depth": 1.0}
 STOCK = "vLLM"
@@ -120,6 +122,8 @@ def options() -> Any:
     out.add_argument("--artifact", type=Path, help="also measure what calibration made")
     out.add_argument("--what", choices=("exits", "drafts"), required=True)
     out.add_argument("--only", nargs="+", help="these methods, beside vLLM")
+    out.add_argument("--data", help="prompts as `tide bench` takes them, instead of Spec-Bench")
+    out.add_argument("--memory", type=float, help="share of a GPU's memory for each engine")
     out.add_argument("--dtype", default="bfloat16")
     out.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     out.add_argument("--rounds", type=int, nargs="+", default=[8, 5, 3], help="for each batch")
@@ -151,6 +155,8 @@ class Engine:
         os.environ["VLLM_PLUGINS"] = "tide" if method.plugin else ""
         given = {"dtype": args.dtype, "max_model_len": args.prompt + args.new + 512,
                  "max_num_seqs": 32, **method.options}  # fmt: skip
+        if args.memory is not None:
+            given["gpu_memory_utilization"] = args.memory
         began = time.perf_counter()
         self._process = multiprocessing.get_context("spawn").Process(
             target=_serve_rounds, args=(there, args.model, given), daemon=True
@@ -192,9 +198,13 @@ def _compiles() -> int:
 
 
 def prompts_of(args: Any) -> Iterator[dict[str, Any]]:
-    """Spec-Bench in random order, each prompt once; joined, where long ones are wanted."""
+    """In random order, each prompt once; joined, where long ones are wanted."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    texts = iter(shuffled([row["turns"][0] for row in rows_of("spec_bench/question.jsonl")]))
+    if args.data is None:
+        given = [row["turns"][0] for row in rows_of("spec_bench/question.jsonl")]
+    else:
+        given = [text for _, text in load_by_category(args.data, 4096)]
+    texts = iter(shuffled(given))
     for text in texts:
         ids = chat(tokenizer, [text])["input_ids"][0].tolist()
         while args.join and len(ids) < args.prompt:
@@ -236,7 +246,8 @@ def main() -> None:
             dtype=args.dtype,
             most_new_tokens=args.new,
             ends_where_the_model_does=args.what == "drafts",
-            prompts="Spec-Bench, none twice, the batch kept full" + ", joined" * args.join,
+            prompts=f"{args.data or 'Spec-Bench'}, none twice, the batch kept full"
+            + ", joined" * args.join,
             most_prompt_tokens=args.prompt,
             vllm=_version(),
             suffix="measured" if "suffix" in methods else "arctic-inference is not installed",
@@ -328,7 +339,7 @@ def take(prompts: Iterator[Any], count: int) -> list[Any]:
     """The next prompts."""
     some = list(itertools.islice(prompts, count))
     if len(some) < count:
-        raise SystemExit("Spec-Bench has 480 prompts, too few for that many --rounds.")
+        raise SystemExit("There are too few prompts for that many --rounds.")
     return some
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +35,20 @@ def test_the_kit_runs_to_its_end_and_resumes(tmp_path: Path) -> None:
     (tmp_path / "gpu_report.json").write_text(json.dumps(report))
     second = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert second.count("done before") == 8 and "families: result" in second
+
+
+def test_the_kit_calls_the_benchmark_of_vllm_as_it_wants_to_be_called(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import gpu_report
+    import vllm_speed
+
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama", "num_hidden_layers": 4}')
+    args = Namespace(model=str(tmp_path), data="starter", out=tmp_path)
+    for what, method in gpu_report.VLLM:
+        words = gpu_report.vllm_command(args, what, method, tmp_path / "out.json")
+        monkeypatch.setattr(sys, "argv", words)
+        assert method in vllm_speed.methods_of(vllm_speed.options())

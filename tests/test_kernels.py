@@ -228,6 +228,11 @@ def test_top_token_decides_ties_as_the_head_does() -> None:
         tokens, tops = module.top_token(states, wanted, Norm(), Head(head), True)
         assert tokens.tolist() == [40, 40]
         assert torch.equal(tops[:, 0], tops[:, 1])
+    head[[40, 170]] = 3.125
+    head[170, 0] += 1  # 100 and 101, whose soft caps are one number of the dtype
+    for module in (fused, reference):
+        tokens, _ = module.top_token(states, wanted, Norm(), Head(head, None, 1.0, 30.0), True)
+        assert tokens.tolist() == [40, 40]
 
 
 @pytest.mark.parametrize(
