@@ -72,9 +72,9 @@ def _attack(goal: str) -> dict[str, Any]:
     return next(r for r in read("attack")["results"] if r["goal"] == goal)
 
 
-def _compiled(method: str, dtype: str) -> str:
+def _compiled(method: str, dtype: str, name: str = "compiled") -> str:
     """Median speed-up over HF generate, compiled, at batch 1."""
-    rows = [r for r in read("compiled")["results"]["methods"]
+    rows = [r for r in read(name)["results"]["methods"]
             if (r["dtype"], r["batch"]) == (dtype, 1)]  # fmt: skip
     return times(_method(rows, method)["speedup_p20_p50_p80"][1])
 
@@ -107,6 +107,8 @@ FIGURES: dict[str, Callable[[], str]] = {
         f"{_vllm('vllm_exits', 1, 'all exit at half depth')['share_of_ideal']:.2f}"
     ),
     "compiled_bf16": lambda: _compiled("lossless, compiled", "bfloat16"),
+    "trees_bf16": lambda: _compiled("lossless, trees, compiled", "bfloat16", "trees_speed"),
+    "chains_bf16": lambda: _compiled("lossless, compiled", "bfloat16", "trees_speed"),
     "compiled_fp32": lambda: _compiled("lossless, compiled", "float32"),
     "exits_alone": lambda: times(_exits(drafts=False)["speedup"]),
     "exits_saved": lambda: _saved(_exits(drafts=False)),

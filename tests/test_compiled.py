@@ -50,6 +50,12 @@ def not_fused(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
+@pytest.fixture
+def traced(monkeypatch: Any) -> None:
+    """The same graphs, run as they are traced, which takes half the time."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+
+
 def random_ids(sequences: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, VOCABULARY, (sequences, tokens), generator=generator)
@@ -93,7 +99,7 @@ def test_compiled_segments_equal_the_full_forward(
         assert len(some) == len(cuts(runner)), name  # the prompts only
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 def test_every_mode_gives_the_same_tokens_and_nothing_is_compiled_in_200_steps() -> None:
     """Mixed chunk lengths, exits, rollbacks, sequences that end, buffers that grow."""
     model = tiny_model("llama", max_position_embeddings=1024)
@@ -121,7 +127,7 @@ def test_every_mode_gives_the_same_tokens_and_nothing_is_compiled_in_200_steps()
         torch._dynamo.utils.counters.clear()
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 def test_compiled_passes_take_draft_trees(monkeypatch: Any) -> None:
     """Of any size: windows of 5 tokens and full attention, one sequence and several."""
     model = tiny_model("gemma3_text")
@@ -160,7 +166,7 @@ def gated() -> Artifact:
     return made
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("mode", ["off", "lossless", "exit"])
 def test_graphs_decide_as_the_model_does(mode: str, sequences: int) -> None:
@@ -185,7 +191,7 @@ def test_graphs_decide_as_the_model_does(mode: str, sequences: int) -> None:
         assert torch.equal(compiled, model.generate(**kwargs))
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 def test_a_gate_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: Any) -> None:
     def wrong(self: TargetHead, states: Tensor, notes: Tensor) -> Tensor:
         tokens = forward(self, states, notes)
@@ -201,7 +207,7 @@ def test_a_gate_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: An
     assert tide.runner.name == "segments"
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 def test_hooks_are_those_of_the_call(monkeypatch: Any) -> None:
     """Added after compiling, to a layer and to the head, they count in the next call."""
     model = tiny_model("llama")
@@ -219,7 +225,7 @@ def test_hooks_are_those_of_the_call(monkeypatch: Any) -> None:
     assert torch.equal(tide.generate(**kwargs), before)
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 def test_inference_mode_compiles_nothing_and_autocast_is_noticed() -> None:
     model = tiny_model("llama")
     kwargs = {**prompts(1), **GREEDY, "eos_token_id": None}
@@ -235,7 +241,7 @@ def test_inference_mode_compiles_nothing_and_autocast_is_noticed() -> None:
     assert torch.equal(tide.generate(**kwargs), expected)
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 def test_every_layer_has_the_room_that_a_pass_needs() -> None:
     """Exits in the prompt let the first layers grow before the others."""
     model = tiny_model("llama", max_position_embeddings=1024)
@@ -275,7 +281,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("sequences", [1, 8])
 @pytest.mark.parametrize(("mode", "drafts"), [("exit", ("context",)), ("lossless", ("context",))])
@@ -397,7 +403,7 @@ def test_a_graph_that_is_not_equal_is_not_used(monkeypatch: Any) -> None:
         assert torch.equal(tide.generate(**kwargs), expected)
 
 
-@pytest.mark.usefixtures("not_fused")
+@pytest.mark.usefixtures("traced")
 def test_a_changed_model_is_not_run_by_an_old_graph() -> None:
     model = tiny_model("llama")
     runner = prepared(model, one=True, tokens=(True,))
