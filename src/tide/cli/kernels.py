@@ -22,7 +22,9 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time", action="store_true", help="on a GPU: time, and bandwidth against bytes to move"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the result as JSON")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the result as JSON here (default: nowhere)"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
