@@ -20,10 +20,10 @@ from scenarios import SCENARIOS, cuts, error, full_depth
 from test_generate import GREEDY, POLICIES, artifact, engine, prompts
 from tide.config import TIDEConfig
 from tide.decode.loop import DecodeLoop
+from tide.decode.recycled import SuccessorHead
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.exits.confidence import ConfidenceModel
-from tide.exits.heads import TargetHead
 from tide.exits.policy import ScriptedPolicy
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
@@ -193,12 +193,12 @@ def test_graphs_decide_as_the_model_does(mode: str, sequences: int) -> None:
 
 @pytest.mark.usefixtures("traced")
 def test_a_gate_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: Any) -> None:
-    def wrong(self: TargetHead, states: Tensor, notes: Tensor) -> Tensor:
+    def wrong(self: SuccessorHead, states: Tensor, notes: Tensor) -> Tensor:
         tokens = forward(self, states, notes)
         return tokens + 1 if torch.compiler.is_compiling() else tokens
 
-    forward = TargetHead.forward
-    monkeypatch.setattr(TargetHead, "forward", wrong)
+    forward = SuccessorHead.forward
+    monkeypatch.setattr(SuccessorHead, "forward", wrong)
     model = tiny_model("llama")
     kwargs = {**prompts(1), **GREEDY, "eos_token_id": None}
     tide = TIDE(model, compile=True)
