@@ -20,6 +20,7 @@ from typing import Any
 import hostile_files as bad
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tide.calibration.collect import Collection, CollectPlan
@@ -287,7 +288,7 @@ def write_work(rng: random.Random, ground: Ground) -> tuple[Path, str]:
             raw, what = bad.changed_text(rng, file.read_text())
             file.write_bytes(raw)
     elif rng.random() < 0.5:
-        tensors, what = bad.changed_tensors(rng, bad.files.load_file(file))
+        tensors, what = bad.changed_tensors(rng, load_file(file))
         file.write_bytes(bad.save(tensors))
     else:
         raw, what = bad.changed_bytes(rng, file.read_bytes())

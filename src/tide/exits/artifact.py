@@ -283,7 +283,7 @@ class Artifact:
 def _token_ids(ids: Tensor, count: Any, what: str) -> Tensor:
     """Token ids, if they are that many, two at least, and each is there once."""
     if ids.dtype != torch.int64 or ids.ndim != 1 or len(ids) < 2 or len(ids) != count:
-        raise ValueError(f"{what} must be {shown(count)} token ids, at least 2, 64 bits each")
+        raise ValueError(f"{what} must be {shown(count)} token ids, 64 bits each, and at least 2")
     if not 0 <= int(ids.min()) <= int(ids.max()) < MOST_TOKENS or len(ids.unique()) != len(ids):
         raise ValueError(f"{what} must be different token ids from 0 to {MOST_TOKENS - 1}")
     return ids
