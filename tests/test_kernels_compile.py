@@ -81,6 +81,9 @@ def test_a_gpu_gets_kernels_unless_it_is_too_old_or_the_product_too_large(monkey
     monkeypatch.setattr(dispatch, "_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     device = torch.device("cuda", 3)
+    backend, reason = dispatch.choose(device, torch.bfloat16)  # here nothing runs on it
+    assert backend == "reference" and "a first kernel failed" in reason
+    monkeypatch.setattr(dispatch, "_failing", lambda device: None)
     assert dispatch.choose(device, torch.bfloat16) == ("triton", "cuda, a GPU")
 
     class There:

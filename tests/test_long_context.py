@@ -11,7 +11,8 @@ from long_context import VOCABULARY, Largest, long_model, methods, prompt
 from tide.decode import prefill
 
 LENGTH = 600
-MOST = 32  # tokens of a sequence in one pass: a draft, and those that wait
+MOST = 65  # tokens of a sequence in one pass: a draft tree, or a draft and those that wait
+READ = 256  # tokens of prompts whose predictions are recycled
 OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
 
 
@@ -25,7 +26,7 @@ def test_tensors_do_not_grow_with_the_square_of_the_context(mode: str, model: An
     run = methods(model)[mode]
     with Largest(model, LENGTH) as largest:
         run(prompt(LENGTH), **OPTIONS)
-    assert 0 < largest.logits <= MOST
+    assert 0 < largest.logits <= (READ if mode == "lossless" else MOST)
     assert largest.mask <= MOST * (LENGTH + MOST)
 
 
@@ -39,7 +40,7 @@ def test_padded_prompts_run_in_chunks_of_a_bounded_mask(
     mask[1, : LENGTH // 3] = 0
     with Largest(model, LENGTH) as largest:
         found = run(ids, attention_mask=mask, **OPTIONS)
-    assert largest.logits <= 2 * MOST and 0 < largest.mask <= 1 << 15
+    assert largest.logits <= READ and 0 < largest.mask <= max(1 << 15, 2 * MOST * (LENGTH + MOST))
     if mode == "lossless":
         assert torch.equal(found, model.generate(ids, attention_mask=mask, **OPTIONS))
 
