@@ -34,8 +34,8 @@ from tide.models.segments import SegmentRunner
 from tide.models.tokens import TokenBatch
 from tiny import FAMILIES, VOCABULARY, tiny_model
 
-# Inductor takes seconds for each graph, so CI has it for one family, and for the others what comes
-# before it: the same graphs, not fused. TIDE_TEST_INDUCTOR=1 has it for all.
+# Inductor takes seconds for each graph, so CI has it for one family, and for the others the same
+# graphs as they are traced. TIDE_TEST_INDUCTOR=1 has it for all.
 INDUCTOR = list(FAMILIES) if os.environ.get("TIDE_TEST_INDUCTOR") else ["llama"]
 
 
@@ -46,13 +46,7 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def not_fused(monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-
-
-@pytest.fixture
 def traced(monkeypatch: Any) -> None:
-    """The same graphs, run as they are traced, which takes half the time."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
@@ -80,7 +74,7 @@ def test_compiled_segments_equal_the_full_forward(
 ) -> None:
     fused = family in INDUCTOR
     if not fused:
-        request.getfixturevalue("not_fused")
+        request.getfixturevalue("traced")
     model = tiny_model(family)
     runner = prepared(model, one=False, tokens=(True, False) if fused else (False,))
     uncompiled: list[int] = []
