@@ -92,14 +92,16 @@ def test_lossless_on_twenty_real_prompts(
     lines = (data_path / "spec_bench" / "question.jsonl").read_text().splitlines()[::24]
     texts = [json.loads(line)["turns"][0][:400] for line in lines]
     assert len(texts) == 20
-    engine = tide.TIDE(model, artifact, check=False)
+    chains = TIDEConfig(mode="lossless", max_tree=0)
+    engines = [tide.TIDE(model, artifact, config, check=False) for config in (None, chains)]
     drafted: Counter[str] = Counter()
     for start in range(0, 20, 4):
+        engine = engines[start // 4 % 2]
         batch = chat(tokenizer, texts[start : start + 4])
         expected = model.generate(**batch, max_new_tokens=64, do_sample=False)
         assert torch.equal(engine.generate(**batch, max_new_tokens=64, do_sample=False), expected)
         drafted.update(engine.last_stats.drafted)
-    assert drafted["context 3"] > 0 and drafted["exit"] > 0
+    assert drafted["tree"] > 0 and drafted["context 3"] > 0 and drafted["exit"] > 0
 
 
 def test_a_script_that_exits_sixty_percent_at_layer_15(model: Any, ids: torch.Tensor) -> None:
