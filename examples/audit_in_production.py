@@ -40,7 +40,9 @@ def on_drift(monitor) -> None:
     engine.circuit_breaker.tripped = True  # until engine.circuit_breaker.reset()
 
 
-engine = tide.TIDE(model, args.artifact, risk=args.risk, on_drift=on_drift)
+# Exits, even where mode "auto" would find drafts alone faster.
+exits = tide.TIDEConfig(exit_threshold=None)
+engine = tide.TIDE(model, args.artifact, exits, risk=args.risk, on_drift=on_drift)
 for line in args.prompts.read_text().splitlines():
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": line}],

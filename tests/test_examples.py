@@ -68,14 +68,14 @@ def test_any_model(smollm2_path: Path, tmp_path: Path) -> None:
 def test_tune_threshold(smollm2_path: Path, small_artifact: Path) -> None:
     out = example(
         "tune_threshold.py", "--model", smollm2_path, "--artifact", small_artifact,
-        "--thresholds", 1.1, 0.5, "--threshold-scale", 0.1, 8, "--new-tokens", 16,
+        "--thresholds", 1.1, 0.1, "--threshold-scale", 0.1, 8, "--new-tokens", 16,
     )  # fmt: skip
     line = (
         r"(exit_threshold|threshold_scale) +([\d.]+) +([\d.]+)% +(-?[\d.]+)% +(\d+) of \d+ tokens"
     )
-    never, half, cautious, aggressive = re.findall(line, out)
+    never, low, cautious, aggressive = re.findall(line, out)
     assert never[2] == "0.0" and never[4] == "0"  # no confidence is that high
-    assert float(half[2]) > 0 and float(half[3]) > float(never[3])
+    assert float(low[2]) > 0 and float(low[3]) > float(never[3])
     assert float(aggressive[2]) > float(cautious[2]) and int(aggressive[4]) > int(cautious[4])
 
 

@@ -108,7 +108,9 @@ def _thresholds(checkpoint: Checkpoint, config: TIDEConfig, threshold_scale: flo
     if wanted.router is not None and wanted.router > 1:  # calibration found that no exit pays
         wanted = Thresholds()
     if checkpoint.confidence_model is not None:
-        return replace(wanted, confidence=threshold)
+        # What comes before the stage that decides is no stricter than it.
+        before = None if wanted.prefilter is None else min(wanted.prefilter, threshold)
+        return replace(wanted, confidence=threshold, prefilter=before)
     if checkpoint.router is None or wanted.top_probability is not None:
         return replace(wanted, top_probability=threshold)
     return Thresholds(router=threshold)

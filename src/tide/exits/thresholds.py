@@ -32,7 +32,10 @@ class Thresholds:
             return None if threshold is None else 1 - (1 - threshold) * threshold_scale
 
         return replace(
-            self, top_probability=moved(self.top_probability), confidence=moved(self.confidence)
+            self,
+            top_probability=moved(self.top_probability),
+            confidence=moved(self.confidence),
+            prefilter=moved(self.prefilter),
         )
 
     @property
