@@ -202,6 +202,18 @@ def test_a_gate_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: An
 
 
 @pytest.mark.usefixtures("traced")
+def test_what_follows_a_segment_is_what_it_was_compiled_with() -> None:
+    """Other gates or another head, as mode "auto" may take at start, are compiled anew."""
+    runner = CompiledRunner(tiny_model("llama"))
+    layers = [(0, runner.n_layers)]
+    one = [(lo_hi, no_more) for lo_hi in layers]
+    other = [(lo_hi, lambda states, notes: notes[..., 0]) for lo_hi in layers]
+    assert list(runner.prepare(one, 1)) and not list(runner.prepare(one, 1))
+    assert list(runner.prepare(other, 1))
+    assert {stage.then for some in runner._stages.values() for stage in some} == {other[0][1]}
+
+
+@pytest.mark.usefixtures("traced")
 def test_hooks_are_those_of_the_call(monkeypatch: Any) -> None:
     """Added after compiling, to a layer and to the head, they count in the next call."""
     model = tiny_model("llama")

@@ -110,9 +110,9 @@ class TIDE:
         exits = partial(make_exits, self.runner, made, self.threshold_scale, policy)
         self._machinery = Machinery(self.runner, exits(self.config), self.config, self.drafter)
         self.plan = make_plan(self._machinery, made.recording, batch)
-        if self.plan.config != self.config:  # the mode decides what follows full depth
-            self.config = self._machinery.config = self.plan.config
-            self._machinery.exits = exits(self.config)
+        if self.config.mode == "auto" and self.plan.config.mode == "lossless":
+            self._machinery.exits = exits(self.plan.config)  # trees want more of the head
+        self.config = self._machinery.config = self.plan.config
         self.costs, self.last_stats = self._machinery.costs, ExitStats(self.runner.n_layers)
 
     def generate(

@@ -107,7 +107,7 @@ class CompiledRunner(SegmentRunner):
             self._hooks = hooks
         # A batch ends with one sequence, when all others have ended.
         shapes = [(one, token) for one in {True, sequences == 1} for token in (True, False)]
-        wanted = [shape for shape in shapes if not self._current(self._stages.get(shape, ()))]
+        wanted = [shape for shape in shapes if not self._holds(stages, self._stages.get(shape, ()))]
         if not wanted:
             return
         total, done = len(wanted) * len(stages), 0
@@ -176,6 +176,11 @@ class CompiledRunner(SegmentRunner):
         ]
         whole = stages and (stages[0].lo, stages[-1].hi) == (chunk.lo, chunk.hi)
         return stages if whole and self._current(stages) else []
+
+    def _holds(self, stages: Sequence[Stage], compiled: Sequence[CompiledStage]) -> bool:
+        """Whether it is these stages that were compiled, from the model as it is now."""
+        same = [((s.lo, s.hi), s.then) for s in compiled] == list(stages)
+        return same and self._current(compiled)
 
     def _current(self, stages: Sequence[CompiledStage]) -> bool:
         """Whether there are stages, compiled from the model as it is now."""
