@@ -11,7 +11,6 @@ methods of their own. Every engine keeps what it has learned from prompt to prom
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,40 +23,46 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide.config import TIDEConfig
+from tide.decode.drafter import Drafter
+from tide.decode.growth import NodeRates
+from tide.decode.recycled import RecycledPredictions
+from tide.decode.tree import DraftTree
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.models.locate import locate
 
 
-class Timed:
-    """Notes how long each call of a function takes."""
+class HostTime:
+    """Seconds that the host spends on draft trees: growing, deciding and learning from them."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.seconds = function, list[float]()
+    OF = (
+        (Drafter, "propose"), (DraftTree, "decide"), (NodeRates, "record"),
+        (RecycledPredictions, "learn"),
+    )  # fmt: skip
 
-    def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        began = time.perf_counter()
-        try:
-            return self.function(*args)
-        finally:
-            self.seconds.append(time.perf_counter() - began)
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        for owner, name in self.OF:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return call
 
 
-def make_engine(
-    model: Any, artifact: Artifact | None, nodes: int, recycled: bool
-) -> tuple[TIDE, Timed]:
-    """An engine that always drafts all it may, and the time that its drafter takes."""
-    drafts = [
-        "context", *(["table"] if artifact else []), *(["recycled"] if recycled else [])
-    ]  # fmt: skip
-    engine = TIDE(
-        model, artifact, TIDEConfig(mode="lossless", drafts=tuple(drafts), max_tree=nodes)
-    )
+def make_engine(model: Any, artifact: Artifact | None, nodes: int) -> TIDE:
+    """An engine that always drafts all it may."""
+    drafts = ("context", *(["table"] if artifact else []), "recycled")
+    config = TIDEConfig(mode="lossless", drafts=drafts, max_tree=nodes)
+    engine = TIDE(model, artifact, config)
     engine.drafter.fixed = True
-    timed = Timed(engine.drafter.propose)
-    engine.drafter.propose = timed  # type: ignore[method-assign]
-    return engine, timed
+    return engine
 
 
 def tokens_per_pass(counts: list[tuple[str, int, int]]) -> dict[str, Any]:
@@ -89,12 +94,13 @@ def main() -> None:
             **batch, **greedy, prompt_lookup_num_tokens=10
         ),
     }
-    timers: dict[str, Timed] = {}
+    engines = set()
     for made in [None, *([Artifact.load(args.artifact)] if args.artifact else [])]:
         for nodes in [0, *args.sizes]:
             name = f"tree, {nodes} nodes" if nodes else "chain"
             name += " + table" if made else ""
-            engine, timers[name] = make_engine(model, made, nodes, recycled=True)
+            engine = make_engine(model, made, nodes)
+            engines.add(name)
             methods[name] = lambda batch, e=engine: e.generate(**batch, **greedy)  # type: ignore[misc]
     passes = 0
 
@@ -102,17 +108,20 @@ def main() -> None:
         nonlocal passes
         passes += 1
 
+    host = HostTime()
     locate(model).layers[0].register_forward_hook(count)
     counts: dict[str, list[tuple[str, int, int]]] = {name: [] for name in methods}
-    seconds, exact = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0)
+    seconds, of_host = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0.0)
+    exact = dict.fromkeys(methods, 0)
     questions = spec_bench(args.prompts, tasks=True)
     for question in track(questions, description="Prompts"):
         prompt = chat(tokenizer, [question["text"]])
         given, expected = prompt["input_ids"].shape[1], None
         for name, method in methods.items():
-            passes, began = 0, time.perf_counter()
+            passes, host.seconds, began = 0, 0.0, time.perf_counter()
             out = method(prompt)
             seconds[name] += time.perf_counter() - began
+            of_host[name] += host.seconds
             # The prompt's pass gives the first token.
             new = out.shape[1] - given - 1
             counts[name].append((question["category"], new, passes - 1))
@@ -122,10 +131,10 @@ def main() -> None:
     for name, of_method in counts.items():
         row = {"method": name, **tokens_per_pass(of_method)}
         row["exact_match_outputs"] = f"{exact[name]} of {len(questions)}"
-        if name in timers:
-            of_host = timers[name].seconds
-            row["host_ms_per_step"] = round(1e3 * statistics.median(of_host), 3)
-            row["host_share"] = round(sum(of_host) / seconds[name], 4)
+        if name in engines:
+            steps = sum(passes for *_, passes in of_method)
+            row["host_ms_per_step"] = round(1e3 * of_host[name] / steps, 3)
+            row["host_share"] = round(of_host[name] / seconds[name], 4)
         rows.append(row)
         print(row)
     report(

@@ -17,11 +17,12 @@ def tokens_per_pass(name: str) -> str:
     lines = [
         (row["method"], f"{row['tokens_per_pass']:.2f}",
          *(f"{row['by_category'][c]:.2f}" for c in categories),
-         row["exact_match_outputs"], row.get("host_ms_per_step", ""))
+         row["exact_match_outputs"], row.get("host_ms_per_step", ""),
+         f"{row['host_share']:.1%}" if "host_share" in row else "")
         for row in rows
     ]  # fmt: skip
     tasks = [category.replace("_", " ") for category in categories]
-    head = ("drafts", "tokens per pass", *tasks, "same text as HF", "host, ms a step")
+    head = ("drafts", "tokens per pass", *tasks, "same text as HF", "host, ms a step", "of the time")
     return table(head, lines) + conditions(found["conditions"])
 
 
