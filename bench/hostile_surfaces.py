@@ -145,7 +145,7 @@ def good_artifact(model: Any, runner: Any) -> Artifact:
         recording=Recording(
             LAYERS, (0, 2), [[3, 4, 5, 6], [7, 8, 9, 4, 5]], [2, 2],
             {name: np.full((2, positions), 0.5, np.float32) for name in names},
-            np.ones((2, positions), bool),
+            np.ones((2, positions), bool), np.full((positions, 2), 4, np.int32),
         ),
     )  # fmt: skip
     made.certificates = [

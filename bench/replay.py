@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide.calibration.answers import pad_left
 from tide.config import TIDEConfig
-from tide.decode.replay import Setting, speedups
+from tide.decode.machinery import tree_lengths
+from tide.decode.player import Setting
+from tide.decode.replay import speedups
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.exits.heads import read_exit_head
@@ -38,8 +40,7 @@ def main() -> None:
     model.generation_config.eos_token_id = None  # all answers are as long as the recorded ones
     model.generation_config.pad_token_id = 0
     made = Artifact.load(args.artifact)
-    # The replay drafts chains.
-    exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, max_tree=0)
+    exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers)
     scale = {"threshold_scale": args.threshold_scale, "compile": args.compile}
     engines = {
         "off": TIDE(model.eval(), made, TIDEConfig(mode="off"), compile=args.compile),
@@ -67,7 +68,8 @@ def compare(
         machinery.compile(sequences)
         stages = machinery.exits.stages(engine.runner.n_layers)
         read = read_exit_head(machinery.exits.readout)
-        costs.append(measure_loop(engine.runner, stages, read, sequences))
+        trees = tree_lengths(engine.config.max_tree, sequences)
+        costs.append(measure_loop(engine.runner, stages, read, sequences, trees=trees))
     layers = tuple(checkpoint.layer for checkpoint in machinery.exits.checkpoints)
     thresholds = tuple(gate.thresholds for gate in machinery.exits.gates)
     setting = Setting(engine.config, layers, thresholds)

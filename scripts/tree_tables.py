@@ -22,7 +22,14 @@ def tokens_per_pass(name: str) -> str:
         for row in rows
     ]  # fmt: skip
     tasks = [category.replace("_", " ") for category in categories]
-    head = ("drafts", "tokens per pass", *tasks, "same text as HF", "host, ms a step", "of the time")
+    head = (
+        "drafts",
+        "tokens per pass",
+        *tasks,
+        "same text as HF",
+        "host, ms a step",
+        "of the time",
+    )
     return table(head, lines) + conditions(found["conditions"])
 
 

@@ -11,8 +11,9 @@ import torch
 
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
+from tide.decode.player import Setting
 from tide.decode.recycled import SuccessorHead
-from tide.decode.replay import Expected, Setting, replay
+from tide.decode.replay import Expected, replay
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.exits.checkpoint import Checkpoint
@@ -99,6 +100,20 @@ def test_drafts_are_the_loops_own() -> None:
     assert drafted.tokens_per_pass > 2
 
 
+def test_trees_are_the_loops_own() -> None:
+    """A second answer with the same tokens, each the second likeliest after the one before it."""
+    made = recorded(2)
+    config = TIDEConfig(mode="lossless", drafts=("recycled",))
+    assert run(Setting(config), made).tokens_per_pass == pytest.approx(80 / 78)  # none recorded
+    after = np.array(ANSWER * 2)
+    made.successors = np.stack([after + 100, after], 1).astype(np.int32)
+    costs = replace(COSTS, whole={**COSTS.whole, 33: COSTS.whole[16]})
+    found = run(Setting(config), made, costs)
+    assert found.tokens == 80 and found.tokens_per_pass > 1.5
+    chains = run(Setting(config.with_(max_tree=0)), made, costs)
+    assert chains.tokens_per_pass == pytest.approx(80 / 78)
+
+
 def test_sequences_of_a_batch_share_their_passes() -> None:
     four = replace(COSTS, sequences=4)
     made = recorded(4)
@@ -115,11 +130,14 @@ def test_sequences_of_a_batch_share_their_passes() -> None:
 
 def test_a_recording_comes_back_from_its_tensors() -> None:
     made = recorded(3)
+    made.successors = np.arange(240, dtype=np.int32).reshape(120, 2)
     back = Recording.of({name: t.clone() for name, t in made.tensors().items()})
     assert (back.tokens, back.prompts, back.layers) == (made.tokens, made.prompts, made.layers)
     assert np.array_equal(back.correct, made.correct) and back.scores.keys() == made.scores.keys()
     assert all(np.allclose(back.scores[name], made.scores[name]) for name in made.scores)
+    assert back.successors is not None and np.array_equal(back.successors, made.successors)
     few = made.first(45).only((1,))
+    assert few.successors is not None and few.successors.tolist()[-1] == [78, 79]
     assert len(few.tokens) == 1 and few.correct.shape == (1, 40) and few.layers == (1,)
     assert torch.equal(few.tensors()["layers"], torch.tensor([4, 1]))
 
@@ -142,7 +160,7 @@ def engine(recording: Recording | None, **options: Any) -> TIDE:
 def test_auto_takes_what_is_faster_by_the_recording(
     share: float, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tide.decode.plan.measure_loop", lambda *args: COSTS)
+    monkeypatch.setattr("tide.decode.plan.measure_loop", lambda *args, **_: COSTS)
     made = recorded(2)
     made.scores["confidence"][:] = share
     found = engine(made)

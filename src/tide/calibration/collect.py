@@ -84,6 +84,12 @@ class Collection:
             with safe_open(path, framework="pt") as file:
                 yield file.get_slice("states")[index]
 
+    def top_tokens(self, split: str) -> Iterator[Tensor]:
+        """The full model's most likely next tokens of each unit of a split; reads nothing else."""
+        for path in self._files(split):
+            with safe_open(path, framework="pt") as file:
+                yield file.get_tensor("top_tokens")
+
     def documents_by_unit(self, split: str) -> Iterator[list[tuple[list[int], int]]]:
         """The documents of each unit of a split, in order; see `Unit.documents`."""
         for path in self._files(split):

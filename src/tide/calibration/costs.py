@@ -11,6 +11,7 @@ import torch
 
 from tide.calibration.unit import read_note
 from tide.config import TIDEConfig
+from tide.decode.machinery import tree_lengths
 from tide.errors import DataError
 from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.confidence import ConfidenceModel
@@ -71,6 +72,7 @@ def load_or_measure(
         "bottleneck": config.router_bottleneck_dim,
         "strategy": config.exit_strategy,
         "batch": batch,
+        "nodes": config.max_tree,
     }
     if path.exists():
         known = read_note(path)
@@ -88,7 +90,9 @@ def load_or_measure(
     head = ExitHead(config.exit_strategy, text.hidden_size)
     router = TokenRouter(text.hidden_size, config.router_bottleneck_dim)
     found = measure_costs(runner, readout, head, router)
-    loops = measure_loops(runner, readout, _rejecting_gate(readout, head, router), batch)
+    loops = measure_loops(
+        runner, readout, _rejecting_gate(readout, head, router), batch, config.max_tree
+    )
     note = json.dumps(
         {
             "settings": settings,
@@ -120,14 +124,19 @@ def _seconds(value: Any, what: str) -> float:
 
 
 def measure_loops(
-    runner: DepthRunner, readout: Readout, gate: ExitGate, batch: int
+    runner: DepthRunner, readout: Readout, gate: ExitGate, batch: int, nodes: int
 ) -> list[LoopCosts]:
-    """What passes of the loop cost, for one sequence and for a batch."""
+    """What passes of the loop cost, for one sequence and for a batch.
+
+    Args:
+        nodes: most nodes of a draft tree.
+    """
     half, n = max(1, runner.n_layers // 2), runner.n_layers
     whole = Readout(runner.parts.norm, runner.parts.head, runner.config)
     stages = [((0, half), gate), ((half, n), TargetHead(whole))]
+    read, nodes = read_exit_head(readout), nodes if runner.takes_trees else 0
     return [
-        measure_loop(runner, stages, read_exit_head(readout), sequences)
+        measure_loop(runner, stages, read, sequences, trees=tree_lengths(nodes, sequences))
         for sequences in sorted({1, batch})
     ]
 

@@ -6,12 +6,15 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from tide.calibration.choose import Choice
 from tide.calibration.collect import Collection
 from tide.calibration.scores import Scores, in_part
 from tide.config import TIDEConfig
-from tide.decode.replay import Setting, replay, speedups
+from tide.decode.player import Setting
+from tide.decode.recycled import SUCCESSORS
+from tide.decode.replay import replay, speedups
 from tide.exits.recording import Recording
 from tide.exits.table import ContinuationTable
 from tide.models.costs import LoopCosts
@@ -25,6 +28,7 @@ def record(collection: Collection, scores: Sequence[Scores], n_layers: int, part
     texts = [text for unit in collection.documents_by_unit("tuning") for text in unit]
     numbers = sorted(set(scores[0].document[inside].tolist()))
     names = ("router", "prefilter", "confidence")
+    following = torch.cat([unit[:, :SUCCESSORS] for unit in collection.top_tokens("tuning")])
     made = Recording(
         n_layers,
         tuple(at.layer for at in scores),
@@ -32,6 +36,7 @@ def record(collection: Collection, scores: Sequence[Scores], n_layers: int, part
         [texts[number][1] for number in numbers],
         {name: np.stack([getattr(at, name)[inside] for at in scores]) for name in names},
         np.stack([at.correct[inside] for at in scores]),
+        following.numpy()[inside],
     )
     return made.first(_POSITIONS)
 

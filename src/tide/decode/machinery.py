@@ -20,6 +20,14 @@ from tide.progress import bars
 _TIMED = 512  # tokens of all sequences in the largest pass that is timed
 
 
+def tree_lengths(nodes: int, sequences: int) -> list[int]:
+    """New tokens of passes over trees of up to `nodes` nodes that are timed.
+
+    In large batches smaller trees only, which is then all that is drafted.
+    """
+    return [1 + n for n in (16, 32, 64) if n <= min(nodes, _TIMED // sequences - 1)]
+
+
 @dataclass
 class Machinery:
     """What decoding needs beside the batch; it outlives calls.
@@ -70,12 +78,8 @@ class Machinery:
         return self.config.max_tree if lossless and self.runner.takes_trees else 0
 
     def _lengths(self, sequences: int) -> Sequence[int]:
-        """New tokens for which passes are timed: up to a tree and the token before it.
-
-        In large batches smaller trees only, which is then all that is drafted.
-        """
-        nodes = min(self.nodes, _TIMED // sequences - 1)
-        return [*LENGTHS, *(1 + n for n in (16, 32, 64) if n <= nodes)]
+        """New tokens for which passes are timed: up to a tree and the token before it."""
+        return [*LENGTHS, *tree_lengths(self.nodes, sequences)]
 
     def compile(self, sequences: int) -> None:
         """Compile what a batch needs, if it is to be compiled, with a progress bar."""

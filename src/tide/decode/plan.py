@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tide.config import TIDEConfig
-from tide.decode.machinery import Machinery
-from tide.decode.replay import Setting, speedups
+from tide.decode.machinery import Machinery, tree_lengths
+from tide.decode.player import Setting
+from tide.decode.replay import speedups
 from tide.exits.heads import read_exit_head
 from tide.exits.recording import Recording
 from tide.models.costs import measure_loop
@@ -23,8 +24,8 @@ class Plan:
     Attributes:
         config: its settings; the mode is never "auto".
         reason: why, in short.
-        expected: speed-ups over full depth, token by token, of "lossless" (with chains: trees may
-            give more), "exit" (no drafts) and "both"; empty if nothing was compared.
+        expected: speed-ups over full depth, token by token, of "lossless", "exit" (no
+            drafts) and "both"; empty if nothing was compared.
     """
 
     config: TIDEConfig
@@ -67,13 +68,17 @@ def make_plan(machinery: Machinery, recording: Recording | None, batch: int) -> 
         or any(limit.top_probability is not None for limit in thresholds)
     ):
         return Plan(ways["both"], "nothing is recorded of these exits to compare them by")
+    nodes = config.max_tree if runner.takes_trees else 0
     costs = []
     read, stages = read_exit_head(exits.readout), exits.stages(runner.n_layers)
     with runner.lock:
         for sequences in sorted({1, batch}):
             machinery.compile(sequences)
-            costs.append(measure_loop(runner, stages, read, sequences))
-    found = speedups(recording, Setting(config, layers, thresholds), costs, exits.table)
+            costs.append(
+                measure_loop(runner, stages, read, sequences, trees=tree_lengths(nodes, sequences))
+            )
+    setting = Setting(config.with_(max_tree=nodes), layers, thresholds)
+    found = speedups(recording, setting, costs, exits.table)
     # Where they are as fast, the one that changes less.
     way = max(ways, key=lambda name: round(found[name], 3))
     gives = f"{found[way]:.2f}x"

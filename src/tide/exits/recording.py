@@ -6,7 +6,7 @@ It tells how fast exits and drafts would be, on any device and with any threshol
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ class Recording:
         scores: by name of a threshold ("router", "prefilter", "confidence"), at each checkpoint,
             `[checkpoints, positions]`; positions of all documents one after the other.
         correct: whether an exit there would be, `[checkpoints, positions]`.
+        successors: the likeliest tokens after each position, `[positions, some]`; None in an
+            artifact that has none, and then trees cannot be replayed.
     """
 
     n_layers: int
@@ -35,6 +37,7 @@ class Recording:
     prompts: list[int]
     scores: dict[str, np.ndarray]
     correct: np.ndarray
+    successors: np.ndarray | None = None
 
     def decide(
         self, layers: Sequence[int], thresholds: Sequence[Thresholds]
@@ -61,24 +64,26 @@ class Recording:
         return Recording(
             self.n_layers, self.layers, self.tokens[:count], self.prompts[:count],
             {name: values[:, here] for name, values in self.scores.items()}, self.correct[:, here],
+            None if self.successors is None else self.successors[here],
         )  # fmt: skip
 
     def only(self, layers: Sequence[int]) -> Recording:
         """The same for some of the checkpoints."""
         at = [self.layers.index(layer) for layer in layers]
         scores = {name: values[at] for name, values in self.scores.items()}
-        kept = tuple(layers)
-        return Recording(self.n_layers, kept, self.tokens, self.prompts, scores, self.correct[at])
+        return replace(self, layers=tuple(layers), scores=scores, correct=self.correct[at])
 
     def tensors(self) -> dict[str, Tensor]:
         """As tensors, to be kept in an artifact."""
         lengths = [len(tokens) for tokens in self.tokens]
+        known = {} if self.successors is None else {"successors": torch.from_numpy(self.successors)}
         return {
             "layers": torch.tensor([self.n_layers, *self.layers]),
             "tokens": torch.tensor([t for tokens in self.tokens for t in tokens]).int(),
             "lengths": torch.tensor(lengths),
             "prompts": torch.tensor(self.prompts),
             "correct": torch.from_numpy(self.correct),
+            **known,
             **{f"score_{n}": torch.from_numpy(v).half() for n, v in self.scores.items()},
         }
 
@@ -95,9 +100,11 @@ class Recording:
             for name, values in tensors.items()
             if name.startswith("score_")
         }
+        successors = tensors.get("successors")
         return cls(
             n_layers, tuple(layers), [whole[a:b] for a, b in zip(begins, ends, strict=True)],
             tensors["prompts"].tolist(), scores, tensors["correct"].numpy(),
+            None if successors is None else successors.numpy(),
         )  # fmt: skip
 
 
@@ -106,12 +113,13 @@ _TENSORS = {
     "layers": (torch.int64, 1), "tokens": (torch.int32, 1), "lengths": (torch.int64, 1),
     "prompts": (torch.int64, 1), "correct": (torch.bool, 2),
 }  # fmt: skip
+_SUCCESSORS = {"successors": (torch.int32, 2)}
 _SCORES = tuple(f"score_{name}" for name in ("router", "prefilter", "confidence"))
 
 
 def _check(tensors: Mapping[str, Tensor]) -> None:
     """Raise unless tensors of a recording fit together."""
-    of_each = {**_TENSORS, **dict.fromkeys(_SCORES, (torch.float16, 2))}
+    of_each = {**_TENSORS, **dict.fromkeys(_SCORES, (torch.float16, 2)), **_SUCCESSORS}
     for name, tensor in tensors.items():
         if (tensor.dtype, tensor.ndim) != of_each.get(name):
             raise ValueError(f"{name!a} of the recording is unknown, or has another type or shape")
@@ -128,5 +136,8 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
     shape = (len(layers), int((lengths - prompts).sum()))
     if any(tensors[n].shape != shape for n in ("correct", *_SCORES) if n in tensors):
         raise ValueError(f"a score of the recording is not of shape {list(shape)}")
-    if int(tokens.min()) < 0:
+    successors = tensors.get("successors", torch.zeros(shape[1], 1))
+    if len(successors) != shape[1] or not successors.shape[1]:
+        raise ValueError(f"the recording has successors of {list(successors.shape)}")
+    if min(int(tokens.min()), int(successors.min())) < 0:
         raise ValueError("the recording has a token below 0")

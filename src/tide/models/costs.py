@@ -128,20 +128,23 @@ def measure_loop(
     sequences: int = 1,
     *,
     lengths: Sequence[int] = (*LENGTHS, 16),
+    trees: Sequence[int] = (),
 ) -> LoopCosts:
     """Measure what passes cost.
 
     Args:
         stages: at least two, as `measure_passes` takes them, the last with the head.
         read: reads an exit head for some tokens; None where that is part of the stages.
+        trees: new tokens for which passes through all layers are timed as well.
     """
     (lo, n), target_head = stages[-1]
     wanted = [False] * (len(stages) - 1)
     some = measure_passes(runner, stages, sequences, lengths=lengths, wanted=[*wanted, True])
-    through = measure_passes(runner, [((0, n), target_head)], sequences, lengths=lengths)
-    whole, layer, start = {}, {}, {}
+    through = measure_passes(runner, [((0, n), target_head)], sequences, lengths=[*lengths, *trees])
+    whole = {length: seconds for length, (seconds,) in through.items()}
+    layer, start = {}, {}
     for length in lengths:
-        (whole[length],), (*others, last) = through[length], some[length]
+        *others, last = some[length]
         # What the last stage does not run is what it is faster by; never all of it.
         layer[length] = min(max(whole[length] - last, 0.0) / lo, whole[length] / n)
         rest = [s - (b - a) * layer[length] for ((a, b), _), s in zip(stages, others, strict=False)]
