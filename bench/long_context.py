@@ -83,7 +83,7 @@ def long_model(positions: int = POSITIONS) -> Any:
     return LlamaForCausalLM(config).eval()
 
 
-def methods(model: Any) -> dict[str, Callable[..., Any]]:
+def methods(model: Any, **settings: Any) -> dict[str, Callable[..., Any]]:
     """HF generate, and an engine in each mode; half of the tokens exit after the second layer."""
     exits = [Checkpoint(1, ExitHead("identity", HIDDEN))]
     made = Artifact(fingerprint(model, locate(model)), HIDDEN, exits)
@@ -94,7 +94,8 @@ def methods(model: Any) -> dict[str, Callable[..., Any]]:
         ("exit", TIDEConfig(mode="exit", min_layers=0)),
     ):
         policy = ScriptedPolicy.share(0.5) if name == "exit" else None
-        found[name] = TIDE(model, made, config, policy=policy, check=False).generate
+        engine = TIDE(model, made, config.with_(**settings), policy=policy, check=False)
+        found[name] = engine.generate
     return found
 
 

@@ -5,16 +5,18 @@
 Prompts are spread over Spec-Bench's six tasks, as its published results are. Counts passes of the
 model after the prompt's, for HF generate, transformers' prompt lookup, chains and trees of each
 size, each always drafted as large as allowed. What pays on a device is another question, which the
-costs of its passes decide; counts do not depend on it. With `--artifact`, its table drafts too, in
-methods of their own. Every engine keeps what it has learned from prompt to prompt.
+costs of its passes decide; counts do not depend on it. "One branch" is a tree of one path, the
+likeliest by all sources: what an engine without tree attention could draft. With `--artifact`, its
+table drafts too, in methods of their own. Every engine keeps what it has learned from prompt to prompt.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from measure import chat, parser, report, spec_bench
@@ -24,9 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
-from tide.decode.growth import NodeRates
+from tide.decode.growth import NodeRates, TreeSource
 from tide.decode.recycled import RecycledPredictions
-from tide.decode.tree import DraftTree
+from tide.decode.tree import DraftTree, Origin
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.models.locate import locate
@@ -54,6 +56,21 @@ class HostTime:
                 self.seconds += time.perf_counter() - began
 
         return call
+
+
+class OneBranch(TreeSource):
+    """Grows one path: after each node the likeliest only."""
+
+    def _candidates(self, tokens: Sequence[int], tail: Sequence[int]) -> dict[int, Origin]:
+        found = super()._candidates(tokens, tail)
+        best = max(found, key=lambda token: self.rates.of(found[token]), default=None)
+        return {} if best is None else {best: found[best]}
+
+
+def one_branch(engine: TIDE, batch: Mapping[str, Tensor], **options: Any) -> Tensor:
+    """`engine.generate` with trees of one path."""
+    with mock.patch("tide.decode.session.TreeSource", OneBranch):
+        return engine.generate(**batch, **options)
 
 
 def make_engine(model: Any, artifact: Artifact | None, nodes: int) -> TIDE:
@@ -102,6 +119,10 @@ def main() -> None:
             engine = make_engine(model, made, nodes)
             engines.add(name)
             methods[name] = lambda batch, e=engine: e.generate(**batch, **greedy)  # type: ignore[misc]
+        name = "one branch, 10 nodes" + (" + table" if made else "")
+        engine = make_engine(model, made, 10)
+        engines.add(name)
+        methods[name] = lambda batch, e=engine: one_branch(e, batch, **greedy)  # type: ignore[misc]
     passes = 0
 
     def count(*_: Any) -> None:

@@ -35,12 +35,13 @@ def test_padded_prompts_run_in_chunks_of_a_bounded_mask(
     mode: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill, "_MASK", 1 << 15)
-    run, ids = methods(model)[mode], prompt(LENGTH).repeat(2, 1)
+    # Chains, whose passes are short, so that the largest mask is that of a chunk.
+    run, ids = methods(model, max_tree=0)[mode], prompt(LENGTH).repeat(2, 1)
     mask = torch.ones_like(ids)
     mask[1, : LENGTH // 3] = 0
     with Largest(model, LENGTH) as largest:
         found = run(ids, attention_mask=mask, **OPTIONS)
-    assert largest.logits <= READ and 0 < largest.mask <= max(1 << 15, 2 * MOST * (LENGTH + MOST))
+    assert largest.logits <= MOST and 0 < largest.mask <= 1 << 15
     if mode == "lossless":
         assert torch.equal(found, model.generate(ids, attention_mask=mask, **OPTIONS))
 
