@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+tl = triton.language
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("no GPU; set TRITON_INTERPRET=1", allow_module_level=True)
@@ -36,6 +37,7 @@ from tide.kernels.arguments import (  # noqa: E402
 )
 from tide.kernels.arithmetic import normed  # noqa: E402
 from tide.kernels.cases import OPERATIONS, TINY, make_cases  # noqa: E402
+from tide.kernels.device.arithmetic import narrow  # noqa: E402
 from tide.kernels.launch import recorded  # noqa: E402
 
 SWEEP = bool(os.environ.get("TIDE_TEST_SWEEP"))
@@ -395,6 +397,19 @@ def compare(own: Any, best: Any, tolerance: float) -> None:
     elif isinstance(own, (tuple, list)):
         for a, b in zip(own, best, strict=True):
             compare(a, b, tolerance)
+
+
+@triton.jit
+def narrowed(x, out, N: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, N)
+    tl.store(out + at, narrow(tl.load(x + at), TYPE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_are_rounded_to_the_nearest(dtype: torch.dtype) -> None:
+    x, out = numbers(1024), torch.empty(1024, dtype=dtype, device=DEVICE)
+    narrowed[(1,)](x, out, 1024, getattr(tl, str(dtype).removeprefix("torch.")))
+    assert torch.equal(out, x.to(dtype))
 
 
 def test_nothing_to_do() -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tide.kernels.launch import interpreted
+
+INTERPRETED = tl.constexpr(interpreted())
+
 
 @triton.jit
 def narrow(x, TYPE: tl.constexpr):
-    """To a smaller type, to the nearest number as on a GPU; the interpreter would cut off."""
+    """To a smaller type, to the nearest number as on a GPU; the interpreter cuts bfloat16 off."""
     if TYPE == tl.float32:
         return x.to(tl.float32)
+    elif INTERPRETED and TYPE == tl.bfloat16:
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        return (bits & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
     else:
-        return x.to(TYPE, fp_downcast_rounding="rtne")
+        return x.to(TYPE)
 
 
 @triton.jit
