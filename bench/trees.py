@@ -7,7 +7,8 @@ model after the prompt's, for HF generate, transformers' prompt lookup, chains a
 size, each always drafted as large as allowed. What pays on a device is another question, which the
 costs of its passes decide; counts do not depend on it. "One branch" is a tree of one path, the
 likeliest by all sources: what an engine without tree attention could draft. With `--artifact`, its
-table drafts too, in methods of their own. Every engine keeps what it has learned from prompt to prompt.
+table drafts too, in methods of their own. Every engine keeps what it has learned from prompt to
+prompt.
 """
 
 from __future__ import annotations

@@ -400,9 +400,9 @@ def compare(own: Any, best: Any, tolerance: float) -> None:
 
 
 @triton.jit
-def narrowed(x, out, N: tl.constexpr, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.arange(0, N)
-    tl.store(out + at, narrow(tl.load(x + at), TYPE))
+def narrowed(x, out, n: tl.constexpr, kind: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, n)
+    tl.store(out + at, narrow(tl.load(x + at), kind))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
