@@ -93,10 +93,9 @@ def _over_eager() -> str:
 def _quickstart() -> str:
     """What each command of the README took."""
     found = read("quickstart")
-    return (
-        ", ".join(f"`{name}` {seconds} s" for name, seconds in found["results"].items())
-        + f" on {found['conditions']['threads']} CPU thread(s)"
-    )
+    threads = found["conditions"]["threads"]
+    took = ", ".join(f"{seconds} s" for seconds in found["results"].values())
+    return f"{took} on {threads} CPU thread{'s' if threads > 1 else ''}"
 
 
 def _vllm(name: str, batch: int, method: str) -> dict[str, Any]:

@@ -21,15 +21,17 @@ from results import RESULTS, ROOT
 
 sys.path.insert(0, str(ROOT / "src"))
 
+NAMES = ("calibrate", "show", "certify")
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def commands() -> dict[str, str]:
-    """The commands of the README's block that calibrates, by name."""
+    """The commands of the README, by name."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    block = next(block for block in blocks if "tide calibrate" in block)
-    lines = block.replace("\\\n", " ").splitlines()
-    return {line.split()[1]: line for line in lines if line.startswith("tide ")}
+    lines = [line for block in blocks for line in block.splitlines()]
+    return {
+        name: next(line for line in lines if line.startswith(f"tide {name} ")) for name in NAMES
+    }
 
 
 def main() -> None:
