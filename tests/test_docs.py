@@ -29,7 +29,8 @@ from tide.models.fingerprint import Fingerprint
 ROOT = Path(__file__).parent.parent
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md"]
+OTHERS = ("CONTRIBUTING", "RELEASING", "CODE_OF_CONDUCT", "CHANGELOG")
+LINKING = [*PAGES, *(ROOT / f"{name}.md" for name in OTHERS)]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 RUN = ("python", "bash", "shell")
@@ -241,6 +242,13 @@ def broken_links(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
+def test_pictures_have_a_text(page: Path) -> None:
+    assert [
+        found for found in re.findall(r"!\[(.*?)\]\(", page.read_text()) if len(found) < 5
+    ] == []
 
 
 def test_a_broken_link_is_detected() -> None:
