@@ -134,6 +134,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "quickstart": _quickstart,
     "families": reference.families,
+    "hero_calls": lambda: (
+        f"{read('hero')['results']['layers_run']} of {read('hero')['results']['layers_full']}"
+    ),
     "targets": lambda: str(len({row["target"] for row in read("kernels")["compiled"]})),
     "serve_start": lambda: f"{read('vllm_load')['conditions']['seconds_to_start']['tide serve']} s",
     "chains_bf16": lambda: _compiled("lossless, compiled", "bfloat16", "trees_speed"),

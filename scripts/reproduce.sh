@@ -79,6 +79,7 @@ step decode_limit_random_bf16 python bench/decode_limit.py random-llama-2048x16 
   --batch 1 --new 16 --repeats 6 --out $R/decode_limit_random_bf16.json
 step runner_overhead python bench/runner_overhead.py "$MODEL" --out $R/runner_overhead.json
 step quickstart python scripts/quickstart_times.py "$MODEL"
+step hero python scripts/hero.py "$MODEL" "$DIR"
 
 # vLLM; suffix decoding is `pip install --no-deps arctic-inference==0.3.0`.
 step vllm_drafts python bench/vllm_speed.py "$MODEL" --what drafts --rounds 12 6 2 \
