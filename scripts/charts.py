@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from html import escape
 
 from drawings import ROOT, STYLE
-from headline_tables import Headline, headlines
+from headline_tables import Headline, headlines, short
 from results import read, times
 
 WIDTH = 440
@@ -53,8 +53,8 @@ def methods() -> str:
     for i, of in enumerate(bars()):
         y = top + i * tall
         what = (
-            f"{of.engine}, {of.model.removesuffix('-Instruct')}, {of.dtype}, batch {of.batch}: "
-            f"{of.method}"
+            f"{of.engine}, {of.model.removesuffix('-Instruct')}, {short(of.dtype)}, "
+            f"batch {of.batch}: {of.method}"
         )
         parts.append(_text(left, y + 12, what, "small"))
         width = of.speedup * scale

@@ -102,10 +102,12 @@ def headlines() -> list[Headline]:
     trees, chains = "lossless, trees, compiled", "lossless, compiled"
     other_answers = "drafts, cross-request"
     return [
-        _compiled("trees_speed", "bfloat16", 1, trees, "lossless, trees"),
-        _compiled("compiled", "float32", 1, chains, "lossless, chains"),
-        _compiled("compiled", "bfloat16", 4, chains, "lossless, chains"),
-        _compiled("compiled_qwen2_5_coder_0_5b", "bfloat16", 1, chains, "lossless, chains"),
+        _compiled("trees_speed", "bfloat16", 1, trees, trees),
+        _compiled("compiled", "float32", 1, chains, "lossless, chains, compiled"),
+        _compiled("compiled", "bfloat16", 4, chains, "lossless, chains, compiled"),
+        _compiled(
+            "compiled_qwen2_5_coder_0_5b", "bfloat16", 1, chains, "lossless, chains, compiled"
+        ),
         _exits("exit, risk 0.05", "exits, risk 0.05"),
         _vllm(1, "drafts", "drafts"),
         *(_vllm(batch, other_answers, "drafts, cross-request") for batch in (1, 8, 32)),
@@ -114,7 +116,7 @@ def headlines() -> list[Headline]:
 
 def headline() -> str:
     rows = [
-        (h.engine, f"{h.model.removesuffix('-Instruct')}, {_short(h.dtype)}", h.batch, h.method,
+        (h.engine, f"{h.model.removesuffix('-Instruct')}, {short(h.dtype)}", h.batch, h.method,
          h.baseline, times(h.speedup), f"{h.low:.2f} to {h.high:.2f}{_note(h)}", h.output)
         for h in headlines()
     ]  # fmt: skip
@@ -122,7 +124,8 @@ def headline() -> str:
     return table(head, rows) + f"\n\n*{_conditions()}*"
 
 
-def _short(dtype: str) -> str:
+def short(dtype: str) -> str:
+    """A dtype as it is called in prose."""
     return {"bfloat16": "bf16", "float32": "fp32"}[dtype]
 
 
