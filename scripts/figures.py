@@ -95,7 +95,8 @@ def _quickstart() -> str:
     found = read("quickstart")
     threads = found["conditions"]["threads"]
     took = ", ".join(f"{seconds} s" for seconds in found["results"].values())
-    return f"{took} on {threads} CPU thread{'s' if threads > 1 else ''}"
+    plural = "s" if threads > 1 else ""
+    return f"{took} on {threads} thread{plural} of a shared {found['conditions']['processor']}"
 
 
 def _vllm(name: str, batch: int, method: str) -> dict[str, Any]:
@@ -128,6 +129,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "compiled_bf16": lambda: _compiled("lossless, compiled", "bfloat16"),
     "trees_bf16": lambda: _compiled("lossless, trees, compiled", "bfloat16", "trees_speed"),
     "trees_over_eager": _over_eager,
+    "trees_off": lambda: _compiled("off, compiled", "bfloat16", "trees_speed"),
     "trees_uncompiled": lambda: _compiled("lossless, trees", "bfloat16", "trees_speed"),
     "trees_first_call": lambda: (
         f"{_trees()['lossless, trees, compiled']['first_call_seconds']:.0f} s"
