@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import reference
 from results import percent, read, times
 
 
@@ -79,6 +80,25 @@ def _compiled(method: str, dtype: str, name: str = "compiled") -> str:
     return times(_method(rows, method)["speedup_p20_p50_p80"][1])
 
 
+def _trees() -> dict[str, dict[str, Any]]:
+    return {m["method"]: m for m in read("trees_speed")["results"]["methods"]}
+
+
+def _over_eager() -> str:
+    """Tokens per second of compiled trees over those of HF eager, in one run."""
+    found, ours = _trees(), "lossless, trees, compiled"
+    return times(found[ours]["tokens_per_second"] / found["HF eager"]["tokens_per_second"])
+
+
+def _quickstart() -> str:
+    """What each command of the README took."""
+    found = read("quickstart")
+    threads = found["conditions"]["threads"]
+    took = ", ".join(f"{seconds} s" for seconds in found["results"].values())
+    plural = "s" if threads > 1 else ""
+    return f"{took} on {threads} thread{plural} of a shared {found['conditions']['processor']}"
+
+
 def _vllm(name: str, batch: int, method: str) -> dict[str, Any]:
     found = next(r for r in read(name)["results"] if r["batch"] == batch)
     return _method(found["methods"], method)
@@ -108,6 +128,19 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "compiled_bf16": lambda: _compiled("lossless, compiled", "bfloat16"),
     "trees_bf16": lambda: _compiled("lossless, trees, compiled", "bfloat16", "trees_speed"),
+    "trees_over_eager": _over_eager,
+    "trees_off": lambda: _compiled("off, compiled", "bfloat16", "trees_speed"),
+    "trees_uncompiled": lambda: _compiled("lossless, trees", "bfloat16", "trees_speed"),
+    "trees_first_call": lambda: (
+        f"{_trees()['lossless, trees, compiled']['first_call_seconds']:.0f} s"
+    ),
+    "quickstart": _quickstart,
+    "families": reference.families,
+    "hero_calls": lambda: (
+        f"{read('hero')['results']['layers_run']} of {read('hero')['results']['layers_full']}"
+    ),
+    "targets": lambda: str(len({row["target"] for row in read("kernels")["compiled"]})),
+    "serve_start": lambda: f"{read('vllm_load')['conditions']['seconds_to_start']['tide serve']} s",
     "chains_bf16": lambda: _compiled("lossless, compiled", "bfloat16", "trees_speed"),
     "compiled_fp32": lambda: _compiled("lossless, compiled", "float32"),
     "exits_alone": lambda: times(_exits(drafts=False)["speedup"]),
@@ -146,4 +179,4 @@ FIGURES: dict[str, Callable[[], str]] = {
 
 def figure(name: str) -> str:
     """A figure by its name, not to be broken before its sign."""
-    return FIGURES[name]().replace(" %", "\u00a0%")
+    return FIGURES[name]().replace(" %", "\u00a0%").replace(" s", "\u00a0s")

@@ -62,7 +62,7 @@ PUBLISHED = {
 }
 REASONS = {
     "exit_strategy": "an affine head agrees more often at every checkpoint: "
-    "[measured](results.md#calibration-of-smollm2-135m-instruct)",
+    "[measured](appendix.md#calibration-of-smollm2-135m-instruct)",
     "kv_cache_strategy": "inexact KV degrades later tokens: [log](log.md)",
 }
 
@@ -87,6 +87,13 @@ def models() -> str:
         ))  # fmt: skip
     head = ("model_type", "known as", "transformers", "vLLM plugin", "notes")
     return table(head, rows)
+
+
+def families() -> str:
+    """How many families the tests run."""
+    from tiny import FAMILIES
+
+    return str(len(FAMILIES))
 
 
 def refused() -> str:

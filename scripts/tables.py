@@ -3,8 +3,9 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure within a sentence between
 `<!-- figure: NAME -->` and `<!-- end -->`; nothing between them is typed by hand. `--check` only
 reports whether they are up to date. Tables of results are made in `speed_tables.py`,
-`tree_tables.py`, `calibration_tables.py`, `risk_tables.py`, `kernel_tables.py` and
-`trust_tables.py`, those of the code in `reference.py`, figures in `figures.py`.
+`tree_tables.py`, `calibration_tables.py`, `risk_tables.py`, `kernel_tables.py`, `trust_tables.py`
+and `headline_tables.py`, those of the code in `reference.py` and `error_tables.py`,
+figures in `figures.py`.
 
     python scripts/tables.py [--check]
 """
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import calibration_tables as calibration
+import error_tables
+import headline_tables as headline
 import kernel_tables as kernels
 import reference
 import risk_tables as risk
@@ -31,6 +34,7 @@ SECTION = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(<!-- figure: (\w+) -->).*?(<!-- end -->)")
 
 TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline.headline,
     "runner_overhead": speed.runner_overhead,
     "decode_limit": lambda: speed.decode_limit("decode_limit_smollm2"),
     "decode_limit_random": lambda: speed.decode_limit("decode_limit_random"),
@@ -68,6 +72,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "refused": reference.refused,
     "refused_options": reference.refused_options,
     "settings": reference.settings,
+    "errors": error_tables.errors,
     "sequences": reference.sequences,
     "commands": reference.commands,
     "kernels_float32": lambda: kernels.compiled("float32"),

@@ -87,13 +87,14 @@ def test_show(folder: Path, capsys: Any) -> None:
         found = last_line(capsys)
         assert found["conditions"]["mode"] == mode and len(found["tokens"]) == 6
         assert set(found["tokens_per_second"]) == {mode, "HF generate"}
+        assert re.match(r"Gained: |Nothing gained \(", found["gain"])
         assert set(found["tokens"][0]) == {
             "text", "depth", "score", "draft_source", "target_token",
         }  # fmt: skip
         assert html.read_text().count("data-details=") == 6
     for inputs, message in (
         ([router, "no", "quotes"], "Put the prompt in quotes"),
-        ([router], "the prompt is missing"),
+        ([router, "abc", "--compare", "--no-compare"], "give one of them"),
         (["abc", "--mode", "exit"], "needs an artifact"),
         ([router, "abc", "--mode", "lossless", "--risk", "0.02"], "takes no --risk"),
         ([router, "abc", "--risk", "0.02"], "No certificate covers"),
@@ -101,6 +102,17 @@ def test_show(folder: Path, capsys: Any) -> None:
     ):
         assert main(["show", model, *inputs]) == 1
         assert message in capsys.readouterr().err
+
+
+def test_show_has_an_example_and_compares(folder: Path, capsys: Any) -> None:
+    model, router = str(folder / "model"), str(folder / "router")
+    options = ["--new-tokens", "6", "--dtype", "float32", "--json"]
+    for inputs in ([], [router, "--mode", "lossless"]):
+        assert main(["show", model, *inputs, *options, "--compare"]) == 0
+        out = capsys.readouterr().out
+        assert "this is an example: Rewrite this" in out and "Others to try: " in out
+        assert "gives the same text" in out
+        assert json.loads(out.strip().splitlines()[-1])["first_difference"] is None
 
 
 def test_env(capsys: Any) -> None:

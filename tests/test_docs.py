@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, NamedTuple
@@ -28,7 +29,8 @@ from tide.models.fingerprint import Fingerprint
 ROOT = Path(__file__).parent.parent
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LINKING = [*PAGES, ROOT / "CONTRIBUTING.md"]
+OTHERS = ("CONTRIBUTING", "RELEASING", "CODE_OF_CONDUCT", "CHANGELOG")
+LINKING = [*PAGES, *(ROOT / f"{name}.md" for name in OTHERS)]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 RUN = ("python", "bash", "shell")
@@ -47,6 +49,8 @@ FENCE = re.compile(
 NOT_RUN = re.compile(r"<!-- not run: (.*?) -->\s*\Z")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([\w-]+))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+PRINTED = re.compile(r"^# > ?(.*)$", re.MULTILINE)  # in a block: what it prints
+MOST_WORDS = 900  # of the README
 
 
 class Block(NamedTuple):
@@ -125,9 +129,38 @@ def run_blocks(page: Path, folder: Path, model: Path) -> None:
             code = block.code.replace(MODEL, str(model))
             if block.language == "python":
                 # Empty lines before it, so that a traceback has the page's line numbers.
-                exec(compile("\n" * (block.line - 1) + code, str(page), "exec"), names)
+                with redirect_stdout(StringIO()) as out:
+                    exec(compile("\n" * (block.line - 1) + code, str(page), "exec"), names)
+                assert_prints(code, out.getvalue())
             else:
                 shell(code, f"{page.name}, line {block.line}", folder)
+
+
+def assert_prints(code: str, out: str) -> None:
+    """Assert that a block prints the lines that it shows behind `# >`."""
+    shown = PRINTED.findall(code)
+    printed = [line.rstrip() for line in out.splitlines()]
+    assert not shown or shown == printed, f"printed {printed}, but the page shows {shown}"
+
+
+def test_output_that_is_not_printed_is_detected() -> None:
+    assert_prints("print(1)\n# > 1", "1\n")
+    with pytest.raises(AssertionError, match="the page shows"):
+        assert_prints("print(1)\n# > 2", "1\n")
+
+
+def words(text: str) -> int:
+    """How many words a reader of a page reads: tables too, code and addresses not."""
+    text = re.sub(r"<!--.*?-->", "", FENCE.sub("", text), flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    return len([word for word in text.split() if re.search(r"\w", word)])
+
+
+def test_the_readme_is_short() -> None:
+    assert (
+        words("Two [words](https://a.b) | --- |\n```bash\nnone here\n```\n<!-- nor here -->") == 2
+    )
+    assert words((ROOT / "README.md").read_text()) <= MOST_WORDS
 
 
 def shell(code: str, where: str, folder: Path) -> None:
@@ -209,6 +242,13 @@ def broken_links(page: Path, text: str) -> list[str]:
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
+def test_pictures_have_a_text(page: Path) -> None:
+    assert [
+        found for found in re.findall(r"!\[(.*?)\]\(", page.read_text()) if len(found) < 5
+    ] == []
 
 
 def test_a_broken_link_is_detected() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,21 @@ from typing import Any
 
 import pytest
 
+from conftest import ROOT
 from test_show import engine, exits, method, trace, write
 from tide.cli import main
+from tide.picture import contrast
 from tide.report.page import trace_page
 
 sync_api = pytest.importorskip("playwright.sync_api")
 WIDTHS = {"phone": 360, "desktop": 1280}
+# Of a drawing that has a paper: the colours of its texts that are not on a cell, and of the paper.
+COLOURS = """() => {
+    const paper = document.querySelector("svg > .paper");
+    if (!paper) return [];
+    const fill = of => getComputedStyle(of).fill;
+    return [...document.querySelectorAll("text:not(.oncell)")].map(t => [fill(t), fill(paper)]);
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +53,27 @@ def open_page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     yield visit
     page.close()
     assert not errors
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pictures(open_page: Any, tmp_path: Path, scheme: str) -> None:
+    """Every picture loads by itself, fits a phone, and its text can be read on its background."""
+    pictures = sorted((ROOT / "docs").rglob("*.svg"))
+    assert len(pictures) > 8
+    shown = "".join(f'<img src="{path.as_uri()}" style="max-width:100%">' for path in pictures)
+    (tmp_path / "pictures.html").write_text(f"<!doctype html>{shown}")
+    page = open_page(tmp_path / "pictures.html")
+    loaded = "[...document.images].map(i => i.complete && i.naturalWidth > 0)"
+    assert page.evaluate(loaded) == [True] * len(pictures)
+    page.emulate_media(color_scheme=scheme)
+    for path in pictures:
+        page.goto(path.as_uri())
+        pairs = page.evaluate(COLOURS)
+        assert all(contrast(*map(hexadecimal, pair)) >= 4.5 for pair in pairs), path.name
+
+
+def hexadecimal(colour: str) -> str:
+    return "#" + "".join(f"{int(channel):02x}" for channel in re.findall(r"\d+", colour)[:3])
 
 
 def test_show(open_page: Any, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tide.config import TIDEConfig
 from tide.errors import DataError
 from tide.picture import DRAFTED, colour, contrast, depth_histogram, depth_map, ink, look
 from tide.report.charts import CHARTS, figures
+from tide.report.difference import first_difference
 from tide.report.live import DepthStreamer
 from tide.report.page import report_page, trace_page
 from tide.report.runs import Runs
@@ -99,6 +100,44 @@ def test_live_text_shows_depth_with_and_without_colour(colours: Any) -> None:
         assert re.findall("[₀-₉]+", shown) == [look(d, 8).mark for d in depths if d < max(depths)]
         shown = re.sub("[₀-₉]+", "", shown)
     assert shown.strip() == tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize(
+    ("speeds", "counts", "compiled", "told"),
+    [
+        ((20.0, 8.0, 10.0), {}, False, "Gained: 2.00x over compiled, the fastest without TIDE"),
+        ((10.0, 10.0, 9.0), {}, False, "no token exited and no draft was accepted. Try a prompt"),
+        ((8.0, 10.0, 9.0), {"accepted": {"tree": 3}}, False, "the 25% of layer calls saved. Try -"),
+        ((8.0, 10.0, 9.0), {"exits_per_layer": {1: 2}}, True, "Nothing gained (0.80x over HF): g"),
+    ],
+)  # fmt: skip
+def test_one_line_tells_what_was_gained(
+    speeds: Any, counts: Any, compiled: bool, told: str
+) -> None:
+    stats = ExitStats(4, remaining_tokens=3, layers_run=9, layers_full=12, **counts)
+    names = ("lossless", "HF", "compiled")
+    shown = Trace("", [], stats, {"compile": compiled}, dict(zip(names, speeds, strict=True)))
+    assert told in shown.gain() and "\n" not in shown.gain()
+    assert shown.footer()[-1] == shown.gain()
+
+
+def test_the_first_difference_and_its_margin() -> None:
+    model, tokenizer = tiny_model("llama"), tiny_tokenizer()
+    theirs = model.generate(PROMPT, max_new_tokens=6, do_sample=False)[0, PROMPT.shape[1] :]
+    theirs = theirs.tolist()
+    ours = [*theirs[:3], theirs[3] + 1, *theirs[4:]]
+    assert first_difference(model, PROMPT, theirs, theirs) is None
+    found = first_difference(model, PROMPT, ours, theirs)
+    assert found is not None
+    assert (found.place, found.ours, found.theirs) == (3, ours[3], theirs[3])
+    with torch.no_grad():
+        text = torch.cat([PROMPT, torch.tensor([theirs[:3]])], dim=1)
+        logits = model(text).logits[0, -1]
+    assert found.margin == pytest.approx(float(logits.max() - logits[ours[3]]), abs=1e-5)
+    assert found.margin > 0 and "at token 4" in found.line(tokenizer, "float32")
+    ended = first_difference(model, PROMPT, theirs[:2], theirs)
+    assert ended is not None and (ended.place, ended.ours, ended.margin) == (2, None, None)
+    assert "TIDE has nothing" in ended.line(tokenizer, "float32")
 
 
 def trace(engine: Any) -> Trace:

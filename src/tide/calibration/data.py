@@ -187,8 +187,8 @@ def _from_hub(name: str) -> Iterator[str]:
     except ImportError as error:
         raise DataError(
             f"There is no file {name!r}, and reading it as a Hugging Face data set needs the "
-            "`datasets` package: `pip install datasets`. Or name a local .txt or .jsonl file, or "
-            "`starter`, the prompts that ship with TIDE."
+            "`datasets` package: `pip install 'tide-llm[datasets]'`. Or name a local .txt or "
+            ".jsonl file, or `starter`, the prompts that ship with TIDE."
         ) from error
     config = "wikitext-2-raw-v1" if name == "wikitext" else None
     repository = "Salesforce/wikitext" if name == "wikitext" else name

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         import shtab
     except ImportError as error:
         raise MissingPackageError(
-            "Completion needs shtab. Install it with `pip install shtab`."
+            "Completion needs shtab. Install it with `pip install 'tide-llm[shtab]'`."
         ) from error
     print(shtab.complete(parser_of(COMMANDS), args.shell))
     return {"shell": args.shell}

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tide.cli.loading import conditions, load, model_options
 
+# What there is to try; the answers to the first repeat parts of it, so that drafts are accepted.
+EXAMPLES = (
+    "Rewrite this as a list, one step per line: wash the rice, boil the rice, rest the rice, serve "
+    "the rice.",
+    "Write a Python function that returns the largest number in a list.",
+    "Why is the sky blue?",
+)
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.usage = "tide show [options] MODEL [DIR] PROMPT"
+    parser.usage = "tide show [options] MODEL [DIR] [PROMPT]"
     model_options(parser)
     parser.add_argument(
-        "inputs", nargs="+", metavar="[DIR] PROMPT",
+        "inputs", nargs="*", metavar="[DIR] [PROMPT]",
         help="an artifact from calibrate, and the prompt; without an artifact, no token exits and "
-        "drafts come from the context",
+        "drafts come from the context; without a prompt, an example is used",
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=("auto", "exit", "lossless"),
@@ -33,6 +42,10 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="use no chat template")
     parser.add_argument("--compile", action="store_true", help="compile the segments first")
     parser.add_argument(
+        "--compare", action="store_true",
+        help="print the text of HF generate too, and where it differs first",
+    )  # fmt: skip
+    parser.add_argument(
         "--no-compare", action="store_true", help="do not time HF generate for comparison"
     )
     parser.add_argument(
@@ -47,6 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from tide.bench.baselines import compiled_generate
     from tide.bench.compare import BASELINE, COMPILED
     from tide.exits.files import write_whole
+    from tide.report.difference import first_difference
     from tide.report.live import DepthStreamer, print_legend
     from tide.report.page import trace_page
     from tide.report.trace import Trace
@@ -72,9 +86,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     trace.conditions = {
         **conditions(model), "mode": name, "exits": folder and engine.artifact.exits,
         "risk": args.risk, "threshold": args.threshold, "new_tokens": args.new_tokens,
+        "compile": args.compile,
     }  # fmt: skip
+    difference = None
     if not args.no_compare:
-        trace.speeds = {name: speed, BASELINE: timed(model.generate)[1]}
+        theirs, their_speed = timed(model.generate)
+        trace.speeds = {name: speed, BASELINE: their_speed}
+        difference = first_difference(model, encoded["input_ids"], tokens, theirs)
         if args.compile:
             compiled = compiled_generate(model, greedy)
             compiled(encoded)
@@ -82,6 +100,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             new = compiled(encoded).shape[1] - encoded["input_ids"].shape[1]
             trace.speeds[COMPILED] = new / (time.perf_counter() - began)
     print_legend(trace, console)
+    if args.compare:
+        told = "HF generate gives the same text, token for token."
+        if difference:
+            text = tokenizer.decode(theirs, skip_special_tokens=True)
+            told = f"HF generate:\n{text}\n{difference.line(tokenizer, trace.conditions['dtype'])}"
+        console.print(told, markup=False, soft_wrap=True)
     if args.html:
         write_whole(
             args.html, lambda scratch: scratch.write_text(trace_page(trace), encoding="utf-8")
@@ -107,6 +131,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "audited": stats.audited,
         "differed": stats.differed,
         "tokens_per_second": trace.speeds,
+        "gain": trace.gain() if trace.speeds else None,
+        "first_difference": difference and asdict(difference),
     }
 
 
@@ -115,16 +141,19 @@ def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
     from tide.errors import ConfigError
     from tide.exits.files import HEADER
 
-    *folders, prompt = args.inputs
-    if len(folders) > 1:
+    inputs = list(args.inputs)
+    if len(inputs) > 2:
         raise ConfigError(
-            f"Got {len(folders) + 1} arguments after MODEL; expected DIR and PROMPT. Put the "
-            "prompt in quotes."
+            f"Got {len(inputs)} arguments after MODEL; expected DIR and PROMPT. Put the prompt in "
+            "quotes."
         )
-    if not folders and Path(prompt, HEADER).exists():
-        raise ConfigError(
-            f"{prompt} is an artifact; the prompt is missing: tide show MODEL DIR PROMPT."
-        )
+    if not inputs or (len(inputs) == 1 and Path(inputs[0], HEADER).exists()):
+        print(f"No prompt is given; this is an example: {EXAMPLES[0]}")
+        print("Others to try: " + " | ".join(EXAMPLES[1:]))
+        inputs.append(EXAMPLES[0])
+    *folders, prompt = inputs
+    if args.compare and args.no_compare:
+        raise ConfigError("--compare prints what --no-compare omits; give one of them.")
     args.mode = args.mode or ("auto" if folders else "lossless")
     if args.mode != "lossless" and not folders:
         raise ConfigError(

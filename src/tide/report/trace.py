@@ -10,6 +10,8 @@ from typing import Any
 from tide.picture import Look, look
 from tide.stats import ExitStats
 
+_GAIN = 1.03  # less is within the noise of one run
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -41,7 +43,7 @@ class Trace:
         pieces: the answer.
         stats: what the engine counted.
         conditions: under which it was generated.
-        speeds: tokens per second of each method that was timed, by name.
+        speeds: tokens per second of each method that was timed, by name; ours is the first.
     """
 
     prompt: str
@@ -99,12 +101,32 @@ class Trace:
         if self.speeds:
             names = list(self.speeds)
             speeds = ", ".join(f"{name} {self.speeds[name]:.1f}" for name in names)
-            ratio = self.speeds[names[0]] / self.speeds[names[-1]]
             lines.append(
-                f"Tokens per second: {speeds} ({ratio:.2f}x; this prompt, one run each, printing "
-                "and audit included)."
+                f"Tokens per second: {speeds} (this prompt, one run each, printing and audit "
+                "included)."
             )
+            lines.append(self.gain())
         return lines
+
+    def gain(self) -> str:
+        """What was gained over the fastest baseline or, when nothing was, why and what to try."""
+        ours, *others = self.speeds
+        baseline = max(others, key=lambda name: self.speeds[name])
+        ratio = f"{self.speeds[ours] / self.speeds[baseline]:.2f}x over {baseline}"
+        if self.speeds[ours] >= _GAIN * self.speeds[baseline]:
+            return f"Gained: {ratio}, the fastest without TIDE here."
+        stats = self.stats
+        if not stats.exited_tokens and not sum(stats.accepted.values()):
+            why = "no token exited and no draft was accepted"
+            advice = "a prompt whose answer repeats parts of it, or a longer answer"
+        elif not self.conditions.get("compile"):
+            saved = 1 - stats.layers_run / stats.layers_full
+            why = f"the work between passes cost more than the {saved:.0%} of layer calls saved"
+            advice = "--compile, a larger model, or a longer answer"
+        else:
+            why = "gates and passes over several tokens cost more than they saved on this prompt"
+            advice = "`tide bench`, which takes many prompts: one is noisy"
+        return f"Nothing gained ({ratio}): {why}. Try {advice}."
 
 
 class Pieces:

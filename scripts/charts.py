@@ -1,0 +1,161 @@
+"""Charts of the README and the docs, as SVG that is read in light and dark and without colour.
+
+    python scripts/charts.py
+
+Drawn from result files. What a chart shows is also in a table, and captions are in the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from drawings import ROOT, STYLE
+from headline_tables import Headline, headlines, short
+from results import read, times
+
+WIDTH = 440
+CHART_STYLE = (
+    STYLE
+    + """
+.axis { stroke: #7a8792; fill: none } .grid { stroke: #7a8792; stroke-opacity: .3 }
+.whisker { stroke: #1b2733; stroke-width: 1.5; fill: none } .hf { fill: #7fb2cb }
+.hatch { stroke: #0b5a7d; stroke-width: 2 } .point { fill: #0b5a7d }
+.star { fill: #b3261e }
+.line { stroke: #a8690f; stroke-width: 2; stroke-dasharray: 6 3; fill: none }
+@media (prefers-color-scheme: dark) {
+  .whisker { stroke: #e6ebf0 } .hf { fill: #3a7592 } .hatch { stroke: #8fd0ee }
+  .point { fill: #8fd0ee } .star { fill: #ff9d94 } .line { stroke: #e0a94a }
+}
+"""
+)
+HATCH = (
+    '<defs><pattern id="h" width="6" height="6" patternUnits="userSpaceOnUse" '
+    'patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern></defs>'
+)
+
+
+def bars() -> list[Headline]:
+    """Six of the headlines, the one without a gain included."""
+    found = headlines()
+    keep = [("HF", 1), ("vLLM", 1), ("vLLM", 8)]
+    chosen = [h for h in found if (h.engine, h.batch) in keep and h.method != "drafts"]
+    assert len(chosen) == 6, chosen
+    return chosen
+
+
+def methods() -> str:
+    """Speed-up over the fastest way without TIDE, with ranges."""
+    left, right, tall, top = 14, WIDTH - 14, 48, 12
+    most = max(h.high for h in bars())
+    scale = (right - left - 40) / most
+    parts = [HATCH]
+    for i, of in enumerate(bars()):
+        y = top + i * tall
+        what = (
+            f"{of.engine}, {of.model.removesuffix('-Instruct')}, {short(of.dtype)}, "
+            f"batch {of.batch}: {of.method}"
+        )
+        parts.append(_text(left, y + 12, what, "small"))
+        width = of.speedup * scale
+        box = f'x="{left}" y="{y + 18}" width="{width:.1f}" height="18"'
+        parts.append(f'<rect class="hf" {box}/>')
+        if of.engine == "vLLM":
+            parts.append(f'<rect fill="url(#h)" {box}/>')
+        one, end = left + scale, left + width
+        parts.append(f'<path class="axis" d="M{one:.1f} {y + 15}v24"/>')
+        if "over" not in of.spread:
+            low, high = left + of.low * scale, left + of.high * scale
+            middle = y + 27
+            parts.append(
+                f'<path class="whisker" d="M{low:.1f} {middle}H{high:.1f}M{low:.1f} {middle - 5}v10'
+                f'M{high:.1f} {middle - 5}v10"/>'
+            )
+            end = max(end, high)
+        parts.append(_text(end + 6, y + 31, times(of.speedup), "strong"))
+    bottom = top + len(bars()) * tall
+    parts.append(
+        _text(left + scale, bottom + 8, "1.00x: fastest without TIDE", "small muted", "middle")
+    )
+    told = "; ".join(
+        f"{of.engine} batch {of.batch} {of.method} {times(of.speedup)}" for of in bars()
+    )
+    return _svg(bottom + 20, parts, told)
+
+
+def tradeoff() -> str:
+    """Speed-up over HF generate against disagreement, with p20 and p80 of prompts."""
+    found = read("bench_smollm2")["results"]
+    lossless = next(m["speedup"] for m in found if m["method"] == "lossless")
+    points = [m for m in found if m.get("mode") == "exit" and m["drafts"]]
+    # A certificate below the noise floor was forced, and is not shown.
+    points = [m for m in points if not m["certificate"] or m["certificate"]["risk"] >= 0.02]
+    left, right, top, bottom = 44, WIDTH - 16, 16, 250
+    most_x = 100 * max(m["disagreement"] for m in points) * 1.08
+    low_y, high_y = 0.8, 1.9
+
+    def x_of(share: float) -> float:
+        return left + 100 * share / most_x * (right - left)
+
+    def y_of(speedup: float) -> float:
+        return bottom - (speedup - low_y) / (high_y - low_y) * (bottom - top)
+
+    parts = []
+    for tick in (0.8, 1.0, 1.2, 1.4, 1.6, 1.8):
+        y = y_of(tick)
+        parts.append(f'<path class="grid" d="M{left} {y:.1f}H{right}"/>')
+        parts.append(_text(left - 6, y + 4, f"{tick:.1f}x", "small muted", "end"))
+    for percent in range(0, int(most_x) + 1, 2):
+        x = x_of(percent / 100)
+        parts.append(_text(x, bottom + 16, f"{percent} %", "small muted", "middle"))
+    y = y_of(lossless)
+    parts.append(f'<path class="line" d="M{left} {y:.1f}H{right}"/>')
+    parts.append(_text(x_of(0.1), y - 6, f"lossless {times(lossless)}", "small", "middle"))
+    for of in points:
+        x, y, spread = x_of(of["disagreement"]), y_of(of["speedup"]), of["per_prompt_speedup"]
+        low, high = y_of(spread["p20"]), y_of(spread["p80"])
+        parts.append(
+            f'<path class="whisker" d="M{x:.1f} {low:.1f}V{high:.1f}M{x - 4:.1f} {low:.1f}h8'
+            f'M{x - 4:.1f} {high:.1f}h8"/>'
+        )
+        if of["certificate"]:
+            d = f"M{x:.1f} {y - 9:.1f}l8 9l-8 9l-8 -9z"
+            parts.append(f'<path class="star" d="{d}"/>')
+        else:
+            parts.append(f'<circle class="point" cx="{x:.1f}" cy="{y:.1f}" r="5"/>')
+    parts.append(_text((left + right) / 2, bottom + 34, "tokens that differ from full depth",
+                       "small muted", "middle"))  # fmt: skip
+    told = "; ".join(f"{m['method']} {times(m['speedup'])}" for m in points)
+    return _svg(bottom + 46, parts, f"lossless {times(lossless)}; {told}")
+
+
+def _svg(height: float, parts: list[str], told: str) -> str:
+    return "\n".join(_lines(height, parts, told)) + "\n"
+
+
+def _lines(height: float, parts: list[str], told: str) -> Iterator[str]:
+    size = f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}"'
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+    yield f"<title>{escape(told)}</title><style>{CHART_STYLE}</style>"
+    yield f'<rect class="paper" width="{WIDTH}" height="{height:g}" rx="8"/>'
+    yield from parts
+    yield "</svg>"
+
+
+def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f'<text {place} class="{style}">{escape(text)}</text>'
+
+
+CHARTS = {"methods": methods, "tradeoff": tradeoff}
+
+
+def main() -> None:
+    folder = ROOT / "docs" / "charts"
+    folder.mkdir(exist_ok=True)
+    for name, draw in CHARTS.items():
+        (folder / f"{name}.svg").write_text(draw())
+
+
+if __name__ == "__main__":
+    main()

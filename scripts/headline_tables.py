@@ -1,0 +1,154 @@
+"""The table of the README: TIDE against the fastest way without it, each in one run.
+
+Also what the chart of methods shows (`charts.py`), so that both have the same values.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from results import percent, read, table, times
+
+# Methods of the result files that are not ours.
+OTHERS = ("HF eager", "HF generate", "HF compiled", "prompt lookup", "vLLM", "ngram", "suffix")
+
+
+class Headline(NamedTuple):
+    """One comparison.
+
+    Attributes:
+        engine: transformers or vLLM.
+        model, dtype, batch: under which it was measured.
+        method: ours.
+        baseline: the fastest without us in the same run.
+        speedup: over it.
+        low, high: the range of the speed-up, over what `spread` names.
+        spread: over what the range is.
+        output: how the output compares with undrafted full depth.
+        source: the result file.
+    """
+
+    engine: str
+    model: str
+    dtype: str
+    batch: int
+    method: str
+    baseline: str
+    speedup: float
+    low: float
+    high: float
+    spread: str
+    output: str
+    source: str
+
+
+def _compiled(source: str, dtype: str, batch: int, method: str, name: str) -> Headline:
+    """Of a run against HF compiled."""
+    found = read(source)
+    methods = {
+        m["method"]: m
+        for m in found["results"]["methods"]
+        if (m["dtype"], m["batch"]) == (dtype, batch)
+    }
+    fastest = max(
+        (n for n in methods if n in OTHERS), key=lambda n: methods[n]["tokens_per_second"]
+    )
+    ours = methods[method]
+    low, speedup, high = ours["speedup_p20_p50_p80"]
+    spread = "prompts"
+    if fastest != "HF compiled":  # ratios of prompts are recorded over HF compiled only
+        speedup = ours["tokens_per_second"] / methods[fastest]["tokens_per_second"]
+        spread = "prompts, over HF compiled"
+    output = f"exact: {ours['same_batches']}"
+    if methods["HF compiled"]["same_batches"].split()[0] != ours["same_batches"].split()[-1]:
+        output += f" (HF compiled: {methods['HF compiled']['same_batches'].split()[0]})"
+    return Headline("HF", found["conditions"]["model"], dtype, batch, name, fastest, speedup, low,
+                    high, spread, output, source)  # fmt: skip
+
+
+def _exits(method: str, name: str) -> Headline:
+    """Of the run of `tide bench`, which compiles nothing."""
+    found = read("bench_smollm2")
+    methods = {m["method"]: m for m in found["results"]}
+    fastest = min((n for n in methods if n in OTHERS), key=lambda n: methods[n]["ms_per_token"])
+    ours = methods[method]
+    return Headline(
+        "HF", found["conditions"]["model"], found["conditions"]["dtype"], 1, name,
+        f"{fastest}, not compiled", methods[fastest]["ms_per_token"] / ours["ms_per_token"],
+        ours["per_prompt_speedup"]["p20"], ours["per_prompt_speedup"]["p80"],
+        "prompts, over HF eager",
+        f"{percent(ours['disagreement'])} of tokens differ, at most "
+        f"{100 * ours['certificate']['risk']:g} % certified",
+        "bench_smollm2",
+    )  # fmt: skip
+
+
+def _vllm(batch: int, method: str, name: str) -> Headline:
+    found = read("vllm_drafts")
+    methods = next(r["methods"] for r in found["results"] if r["batch"] == batch)
+    ours = next(m for m in methods if m["method"] == method)
+    fastest = next(m for m in methods if m["fastest_without_us"])
+    output = (
+        f"exact: {ours['exact_match_outputs']} of {ours['outputs']} "
+        f"({fastest['method']}: {fastest['exact_match_outputs']})"
+    )
+    return Headline("vLLM", found["conditions"]["model"], found["conditions"]["dtype"], batch, name,
+                    fastest["method"], ours["speedup"], *ours["range_over_rounds"], "repeats",
+                    output, "vllm_drafts")  # fmt: skip
+
+
+def headlines() -> list[Headline]:
+    """The comparisons, the best one first."""
+    trees, chains = "lossless, trees, compiled", "lossless, compiled"
+    other_answers = "drafts, cross-request"
+    return [
+        _compiled("trees_speed", "bfloat16", 1, trees, trees),
+        _compiled("compiled", "float32", 1, chains, "lossless, chains, compiled"),
+        _compiled("compiled", "bfloat16", 4, chains, "lossless, chains, compiled"),
+        _compiled(
+            "compiled_qwen2_5_coder_0_5b", "bfloat16", 1, chains, "lossless, chains, compiled"
+        ),
+        _exits("exit, risk 0.05", "exits, risk 0.05"),
+        _vllm(1, "drafts", "drafts"),
+        *(_vllm(batch, other_answers, "drafts, cross-request") for batch in (1, 8, 32)),
+    ]
+
+
+def headline() -> str:
+    rows = [
+        (h.engine, f"{h.model.removesuffix('-Instruct')}, {short(h.dtype)}", h.batch, h.method,
+         h.baseline, times(h.speedup), f"{h.low:.2f} to {h.high:.2f}{_note(h)}", h.output)
+        for h in headlines()
+    ]  # fmt: skip
+    head = ("engine", "model", "batch", "TIDE", "fastest without it", "speed-up", "range", "output")
+    return table(head, rows) + f"\n\n*{_conditions()}*"
+
+
+def short(dtype: str) -> str:
+    """A dtype as it is called in prose."""
+    return {"bfloat16": "bf16", "float32": "fp32"}[dtype]
+
+
+def _note(of: Headline) -> str:
+    return f" ({of.spread.split(', ')[1]})" if ", " in of.spread else ""
+
+
+def _conditions() -> str:
+    """What all runs share; a run that does not share it is an error."""
+    sources = {h.source: read(h.source)["conditions"] for h in headlines()}
+    shared: dict[str, Any] = {}
+    for name in ("device", "threads", "torch", "transformers", "tide"):
+        values = {str(of[name]) for of in sources.values()}
+        if len(values) > 1:
+            raise SystemExit(f"The runs of the README's table differ in {name}: {values}.")
+        shared[name] = values.pop()
+    processor = sources["trees_speed"]["processor"]
+    if any(of.get("processor", processor) != processor for of in sources.values()):
+        raise SystemExit("The runs of the README's table had different processors.")
+    if "processor" not in sources["bench_smollm2"]:
+        processor += " (the run with exits did not record it)"
+    return (
+        f"{processor}, {shared['threads']} threads, shared with others; torch {shared['torch']}, "
+        f"transformers {shared['transformers']}, vLLM {sources['vllm_drafts']['vllm']}, "
+        f"TIDE {shared['tide']}; greedy, Spec-Bench prompts."
+    )

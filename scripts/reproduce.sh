@@ -1,0 +1,95 @@
+#!/usr/bin/env bash
+# Run the commands behind the result files of the docs again, and print how long each took.
+#
+#   TIDE_DATA=... scripts/reproduce.sh               # all, most of a day on two cores
+#   TIDE_DATA=... scripts/reproduce.sh trees_speed   # only what is named
+#
+# Then `python scripts/tables.py && python scripts/charts.py`. Work files are kept in $WORK, so that
+# a run that was interrupted does not calibrate again. Nothing else should run on the machine.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+: "${TIDE_DATA:?names the folder of Spec-Bench, GSM8K, HumanEval and WikiText-2}"
+WORK=${WORK:-reproduced}
+R=bench/results
+SPEC=$TIDE_DATA/spec_bench/question.jsonl
+mkdir -p "$WORK"
+MODEL=$(python scripts/weights.py | tail -1)
+wanted=("$@")
+
+# step NAME COMMAND...: run it if it is wanted; it writes bench/results/NAME.json.
+step() {
+  local name=$1 began=$SECONDS
+  shift
+  if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
+  "$@"
+  printf '%s: %d s\n' "$name" $((SECONDS - began))
+}
+# last_line FILE COMMAND...: keep the JSON that a command prints at the end.
+last_line() { local out=$1; shift; "$@" --json | tail -1 > "$out"; }
+weights() { python scripts/weights.py "$1" | tail -1; }
+
+# What calibration makes; the other steps that take DIR need it.
+DIR=$WORK/smollm2
+[ -f "$WORK/prompts.jsonl" ] || python scripts/calibration_prompts.py "$WORK/prompts.jsonl"
+step calibration_smollm2 last_line $R/calibration_smollm2.json tide calibrate "$MODEL" -o "$DIR" \
+  --data "$WORK/prompts.jsonl" --dtype bfloat16 --threads 2 --work "$WORK/smollm2.work"
+step assess_smollm2 last_line $R/assess_smollm2.json tide assess "$MODEL" \
+  --data "$WORK/prompts.jsonl" --dtype bfloat16 --threads 2
+for other in gemma3_270m qwen2_5_coder_0_5b; do
+  step assess_$other last_line $R/assess_$other.json tide assess "$(weights $other)" \
+    --data "$WORK/prompts.jsonl" --dtype bfloat16 --threads 2
+  step calibration_$other last_line $R/calibration_$other.json tide calibrate "$(weights $other)" \
+    -o "$WORK/$other" --data "$WORK/prompts.jsonl" --samples 64 --new-tokens 32 --dtype bfloat16 \
+    --threads 2
+done
+
+# Certificates, and what they cost and gain.
+step certificates_spec_bench python bench/certificates.py "$MODEL" "$DIR" --threads 1 \
+  --certify spec_bench --serve gsm8k --sequences 390 --threshold-scale 0.125 1 \
+  --save "$WORK/certified" --out $R/certificates_spec_bench.json
+step certificates_gsm8k python bench/certificates.py "$MODEL" "$DIR" --threads 1 --certify gsm8k \
+  --serve spec_bench --same 200 --sequences 300 --threshold-scale 0.125 0.25 0.5 1 2 --new 48 \
+  --out $R/certificates_gsm8k.json
+[ -d "$WORK/draft" ] || tide export-draft "$MODEL" "$DIR" -o "$WORK/draft" || true
+step bench_smollm2 tide bench "$MODEL" "$WORK/certified" --dtype bfloat16 --threads 2 --data "$SPEC" \
+  --samples 26 --new-tokens 64 --threshold-scale 0.125 0.5 1 2 6 --risk 0.02 0.05 \
+  --draft "$WORK/draft" --out $R/bench_smollm2.json
+step attack tide bench "$MODEL" "$WORK/certified" --attack --risk 0.05 --dtype bfloat16 --threads 1 \
+  --data "$SPEC" --samples 32 --new-tokens 32 --out $R/attack.json
+step lm_eval python bench/lm_eval_tasks.py "$MODEL" "$WORK/certified" --threads 1 --out $R/lm_eval.json
+step noise_floor python bench/noise_floor.py "$MODEL" --threads 1 --prompts 26 --new 48 \
+  --out $R/noise_floor.json
+step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
+
+# Speed in transformers.
+step trees python bench/trees.py "$MODEL" --out $R/trees.json
+step trees_speed python bench/compiled.py "$MODEL" --dtype bfloat16 --batch 1 --exits 0 \
+  --out $R/trees_speed.json
+step compiled python bench/compiled.py "$MODEL" --out $R/compiled.json
+step compiled_cold env TORCHINDUCTOR_CACHE_DIR="$(mktemp -d)" python bench/compiled.py "$MODEL" \
+  --dtype bfloat16 --batch 1 --prompts 6 --exits 0 --out $R/compiled_cold.json
+step compiled_qwen2_5_coder_0_5b python bench/compiled.py "$(weights qwen2_5_coder_0_5b)" \
+  --dtype bfloat16 --batch 1 --prompts 6 --exits 0 --out $R/compiled_qwen2_5_coder_0_5b.json
+step lossless python bench/lossless.py "$MODEL" --artifact "$DIR" --out $R/lossless.json
+step decode_limit_smollm2 python bench/decode_limit.py "$MODEL" --repeats 7 \
+  --out $R/decode_limit_smollm2.json
+step decode_limit_random python bench/decode_limit.py random-llama-2048x16 --new 12 --repeats 2 \
+  --out $R/decode_limit_random.json
+step decode_limit_random_bf16 python bench/decode_limit.py random-llama-2048x16 --dtype bfloat16 \
+  --batch 1 --new 16 --repeats 6 --out $R/decode_limit_random_bf16.json
+step runner_overhead python bench/runner_overhead.py "$MODEL" --out $R/runner_overhead.json
+step quickstart python scripts/quickstart_times.py "$MODEL"
+step hero python scripts/hero.py "$MODEL" "$DIR"
+
+# vLLM; suffix decoding is `pip install --no-deps arctic-inference==0.3.0`.
+step vllm_drafts python bench/vllm_speed.py "$MODEL" --what drafts --rounds 12 6 2 \
+  --only ngram suffix drafts "drafts, cross-request" --out $R/vllm_drafts.json
+step vllm_exits python bench/vllm_speed.py "$MODEL" --what exits --rounds 12 6 2 --new 32 --prompt 64 \
+  --out $R/vllm_exits.json
+step vllm_load python bench/vllm_load.py "$MODEL" --requests 334 --rates 4 6 8 --out $R/vllm_load.json
+
+# Trust, and kernels.
+step hostile python bench/hostile.py --cases 10000 --out $R/hostile.json
+step faults python bench/faults.py --kills 20 --out $R/faults.json
+step long_context python bench/long_context.py --out $R/long_context.json
+step kernels tide kernels --target all --out $R/kernels.json
