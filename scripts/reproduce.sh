@@ -79,7 +79,12 @@ step decode_limit_random_bf16 python bench/decode_limit.py random-llama-2048x16 
   --batch 1 --new 16 --repeats 6 --out $R/decode_limit_random_bf16.json
 step runner_overhead python bench/runner_overhead.py "$MODEL" --out $R/runner_overhead.json
 step quickstart python scripts/quickstart_times.py "$MODEL"
-step hero python scripts/hero.py "$MODEL" "$DIR"
+hero() {
+  tide calibrate "$MODEL" -o "$WORK/hero" --data scripts/hero_prompts.jsonl --dtype float32 \
+    --threads 1 --interval 8 --samples 60 --new-tokens 56
+  python scripts/hero.py "$MODEL" "$WORK/hero"
+}
+step hero hero
 
 # vLLM; suffix decoding is `pip install --no-deps arctic-inference==0.3.0`.
 step vllm_drafts python bench/vllm_speed.py "$MODEL" --what drafts --rounds 12 6 2 \
