@@ -8,15 +8,16 @@ size, each always drafted as large as allowed. What pays on a device is another 
 costs of its passes decide; counts do not depend on it. "One branch" is a tree of one path, the
 likeliest by all sources: what an engine without tree attention could draft. With `--artifact`, its
 table drafts too, in methods of their own. Every engine keeps what it has learned from prompt to
-prompt.
+prompt. Ctrl-C ends a run early; what was counted so far is written.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -83,14 +84,25 @@ def make_engine(model: Any, artifact: Artifact | None, nodes: int) -> TIDE:
     return engine
 
 
-def tokens_per_pass(counts: list[tuple[str, int, int]]) -> dict[str, Any]:
+class Count(NamedTuple):
+    """What a method did for a prompt: tokens and passes after the prompt's, and seconds."""
+
+    category: str
+    tokens: int
+    passes: int
+    seconds: float
+    of_host: float
+    exact: bool
+
+
+def tokens_per_pass(counts: list[Count]) -> dict[str, Any]:
     """Tokens per pass of all prompts, and of each category."""
 
-    def ratio(some: list[tuple[str, int, int]]) -> float:
-        return round(sum(tokens for _, tokens, _ in some) / sum(p for *_, p in some), 3)
+    def ratio(some: list[Count]) -> float:
+        return round(sum(c.tokens for c in some) / sum(c.passes for c in some), 3)
 
-    categories = dict.fromkeys(category for category, *_ in counts)
-    by = {name: ratio([count for count in counts if count[0] == name]) for name in categories}
+    categories = dict.fromkeys(c.category for c in counts)
+    by = {name: ratio([c for c in counts if c.category == name]) for name in categories}
     return {"tokens_per_pass": ratio(counts), "by_category": by}
 
 
@@ -132,36 +144,37 @@ def main() -> None:
 
     host = HostTime()
     locate(model).layers[0].register_forward_hook(count)
-    counts: dict[str, list[tuple[str, int, int]]] = {name: [] for name in methods}
-    seconds, of_host = dict.fromkeys(methods, 0.0), dict.fromkeys(methods, 0.0)
-    exact = dict.fromkeys(methods, 0)
-    questions = spec_bench(args.prompts, tasks=True)
-    for question in track(questions, description="Prompts"):
-        prompt = chat(tokenizer, [question["text"]])
-        given, expected = prompt["input_ids"].shape[1], None
-        for name, method in methods.items():
-            passes, host.seconds, began = 0, 0.0, time.perf_counter()
-            out = method(prompt)
-            seconds[name] += time.perf_counter() - began
-            of_host[name] += host.seconds
-            # The prompt's pass gives the first token.
-            new = out.shape[1] - given - 1
-            counts[name].append((question["category"], new, passes - 1))
-            expected = out if expected is None else expected
-            exact[name] += torch.equal(out, expected)
+    counts: dict[str, list[Count]] = {name: [] for name in methods}
+    done = 0
+    with contextlib.suppress(KeyboardInterrupt):
+        for question in track(spec_bench(args.prompts, tasks=True), description="Prompts"):
+            prompt = chat(tokenizer, [question["text"]])
+            given, expected, found = prompt["input_ids"].shape[1], None, {}
+            for name, method in methods.items():
+                passes, host.seconds, began = 0, 0.0, time.perf_counter()
+                out = method(prompt)
+                expected = out if expected is None else expected
+                # The prompt's pass gives the first token.
+                found[name] = Count(
+                    question["category"], out.shape[1] - given - 1, passes - 1,
+                    time.perf_counter() - began, host.seconds, torch.equal(out, expected),
+                )  # fmt: skip
+            for name, count_of_prompt in found.items():  # all methods have the same prompts
+                counts[name].append(count_of_prompt)
+            done += 1
     rows = []
     for name, of_method in counts.items():
         row = {"method": name, **tokens_per_pass(of_method)}
-        row["exact_match_outputs"] = f"{exact[name]} of {len(questions)}"
+        row["exact_match_outputs"] = f"{sum(c.exact for c in of_method)} of {done}"
         if name in engines:
-            steps = sum(passes for *_, passes in of_method)
-            row["host_ms_per_step"] = round(1e3 * of_host[name] / steps, 3)
-            row["host_share"] = round(of_host[name] / seconds[name], 4)
+            of_host = sum(c.of_host for c in of_method)
+            row["host_ms_per_step"] = round(1e3 * of_host / sum(c.passes for c in of_method), 3)
+            row["host_share"] = round(of_host / sum(c.seconds for c in of_method), 4)
         rows.append(row)
         print(row)
     report(
         "tokens per pass of chains and draft trees on Spec-Bench prompts at batch 1",
-        args, {"methods": rows}, dtype=args.dtype, prompts=args.prompts, new_tokens=args.new,
+        args, {"methods": rows}, dtype=args.dtype, prompts=done, new_tokens=args.new,
     )  # fmt: skip
 
 
