@@ -19,6 +19,8 @@ from typing import Any
 import aiohttp
 import psutil
 
+from tide.cli.serve import end_with_parent
+
 
 @dataclass
 class Request:
@@ -107,8 +109,9 @@ class Server:
         """Start the process, and wait until it answers."""
         # A session of its own: Ctrl-C stops the benchmark, which then reads the last metrics.
         self.process = subprocess.Popen(
-            self._command, env=self._environment, stdout=subprocess.DEVNULL, start_new_session=True
-        )
+            self._command, env=self._environment, stdout=subprocess.DEVNULL, start_new_session=True,
+            preexec_fn=end_with_parent,
+        )  # fmt: skip
         began = time.perf_counter()
         while True:
             if self.process.poll() is not None:

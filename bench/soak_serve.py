@@ -191,6 +191,7 @@ def serve(args: argparse.Namespace) -> None:
     prompts = short_prompts(tokenizer, args.distinct, 64)
     clients, count = args.callers or 24, args.requests or 20_000
     given = ["--dtype", "float32", "--max-model-len", str(LIMIT), "--max-num-seqs", "32"]
+    given += ["--enforce-eager"] * args.eager
     server = Server(args.model, given, threads=args.threads, gigabytes=2)
     try:
         soak, began = Soak(server, prompts, args.new), time.perf_counter()
@@ -203,5 +204,5 @@ def serve(args: argparse.Namespace) -> None:
     report(
         "a server, soaked", args, {**found, "exit_code_after_sigterm": code}, dtype="float32",
         clients=clients, distinct_prompts=len(prompts), most_new_tokens=args.new,
-        seconds_to_start=round(server.seconds_to_start),
+        compiled=not args.eager, seconds_to_start=round(server.seconds_to_start),
     )  # fmt: skip

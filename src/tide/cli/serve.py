@@ -219,7 +219,7 @@ def supervise(command: Sequence[str]) -> int:
             command,
             env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder},
             start_new_session=True,  # a signal reaches it once, from us
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,
         )
 
         def pass_on(number: int, frame: Any) -> None:
@@ -237,7 +237,7 @@ def supervise(command: Sequence[str]) -> int:
     return code
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Have Linux tell this process to end if its parent is killed; the port would stay taken."""
     import ctypes
     import signal
