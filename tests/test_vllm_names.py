@@ -116,7 +116,7 @@ def test_the_plugin_imports_from_vllm() -> None:
     assert len(imports()) > 15  # so the code is still found
 
 
-@pytest.mark.parametrize(("module", "name"), imports(), ids=".".join)
+@pytest.mark.parametrize(("module", "name"), imports(), ids=map(".".join, imports()))
 def test_an_imported_name_is_there(module: str, name: str) -> None:
     resolve(f"{module}.{name}")
 
