@@ -1,4 +1,4 @@
-"""`tide serve` passes signals on to its server, and leaves nothing of a killed one behind."""
+"""`tide serve` passes signals on to its server, and ends what a killed one had started."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def _dtype(args: argparse.Namespace) -> str:
 
 
 def supervise(command: Sequence[str]) -> int:
-    """Run the server until it ends, pass signals on to it, and leave nothing of it behind.
+    """Run the server until it ends, pass signals on to it, and end what it had started.
 
     Returns:
         Its exit code: 0 if it was told to end, 128 more than the signal if something killed it.

@@ -29,7 +29,7 @@ def sequences_of(input_ids: Tensor, mask: Tensor | None, contexts: Tensor) -> li
         if not tokens:
             raise UnsupportedGenerationError(
                 f"Sequence {index} has no token that is not padding. Begin it with a token, such "
-                "as the tokenizer's bos_token, or leave it out of the batch."
+                "as the tokenizer's bos_token, or take it out of the batch."
             )
         sequences.append(
             SequenceState(index, contexts[index], padding, tokens, prompt=count, committed=count)
