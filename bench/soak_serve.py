@@ -53,7 +53,8 @@ def draw_requests(
         elif kind < 0.2:
             request.pause = rng.uniform(0.05, 0.3)
         elif kind < 0.25:
-            request.changes = INVALID[names[number % len(names)]]
+            request.name += (kind_of := names[number % len(names)]).replace(" ", "_")
+            request.changes = INVALID[kind_of]
         yield request
 
 
@@ -107,7 +108,7 @@ class Soak:
 
     def _what(self, request: Request, found: Outcome) -> str:
         if request.changes:
-            return "invalid, refused" if found.refused else "invalid, not refused"
+            return "invalid, refused" if found.refused else f"not refused: {request.name}"
         if found.refused is not None:
             return f"refused: {found.refused}"
         if found.errors:
