@@ -55,7 +55,7 @@ class Outcome:
         tokens: that came, as the server counts them.
         ids: their ids.
         aborted: by the client.
-        refused: the message with which the server refused the request, status 4xx.
+        refused: the message with which the server refused the request, as an error 4xx.
         errors: what is wrong with the answer.
     """
 
@@ -192,8 +192,11 @@ async def _read(
         if not line.startswith(b"data: {"):
             continue
         chunk = json.loads(line[6:])
-        if "error" in chunk:
-            found.errors.append("error in the stream")
+        if "error" in chunk:  # the stream had begun, so the status could not tell
+            if 400 <= int(chunk["error"].get("code") or 500) < 500 and not found.ids:
+                found.refused = chunk["error"].get("message", "")
+            else:
+                found.errors.append("error in the stream")
             return
         if request.name not in chunk["id"]:
             found.errors.append("crossed")
