@@ -98,3 +98,8 @@ def test_a_killed_server_is_an_error_and_takes_its_engine_along(running: Running
 def test_the_server_ends_if_its_supervisor_is_killed(running: Running) -> None:
     running.outer.kill()
     soon(lambda: ended(running.server) and ended(running.engine))
+
+
+def test_a_server_that_ends_untold_is_an_error() -> None:
+    done = subprocess.run([sys.executable, "-c", SUPERVISE, "pass", ""])
+    assert done.returncode == 1

@@ -204,7 +204,8 @@ def supervise(command: Sequence[str]) -> int:
     """Run the server until it ends, pass signals on to it, and end what it had started.
 
     Returns:
-        Its exit code: 0 if it was told to end, 128 more than the signal if something killed it.
+        Its exit code; never 0 if nobody told it to end, and 128 more than the signal if something
+        killed it.
     """
     import os
     import signal
@@ -232,9 +233,10 @@ def supervise(command: Sequence[str]) -> int:
         if code < 0:  # killed, so it could not end its engine, which would hold its memory for ever
             with suppress(ProcessLookupError):
                 os.killpg(server.pid, signal.SIGKILL)
-    if code < 0:
-        return 0 if told else 128 - code
-    return code
+    if told:
+        return max(code, 0)
+    # vLLM ends with 0 after its engine has died; nobody told it to, so it should be started again.
+    return 128 - code if code < 0 else code or 1
 
 
 def end_with_parent() -> None:
