@@ -1,11 +1,18 @@
-"""Faults: `tide calibrate` and `tide certify` are killed at random moments, and run again.
+"""Faults: commands and servers are killed at random moments, and run again.
 
-After each kill, what is there is the old artifact, the new one, or none. Run again, calibration
-resumes to the bit-identical artifact, and certification to the same certificates. Half of the kills
-come near the end, where files are written. The model is tiny, and is loaded in a process that is
-then forked for each run, so that a kill can hit the work and not the imports.
+`commands` (by default) kills `tide calibrate` and `tide certify`. After each kill, what is there is
+the old artifact, the new one, or none. Run again, calibration resumes to the bit-identical
+artifact, and certification to the same certificates. Half of the kills come near the end, where
+files are written. The model is tiny, and is loaded in a process that is then forked for each run,
+so that a kill can hit the work and not the imports.
+
+`server` and `worker` kill processes of `tide serve`; see `server_faults.py`.
 
     python bench/faults.py --kills 20 --out bench/results/faults.json
+    TIDE_DATA=... python bench/faults.py server --model $(python scripts/weights.py) \\
+        --out bench/results/faults_server.json
+    TIDE_DATA=... python bench/faults.py worker --model $(python scripts/weights.py) \\
+        --out bench/results/faults_worker.json
 """
 
 from __future__ import annotations
@@ -160,7 +167,12 @@ def full_disk(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20, help="of each command")
+    parser.add_argument(
+        "what", nargs="?", choices=("commands", "server", "worker"), default="commands"
+    )
+    parser.add_argument("--kills", type=int, default=20, help="of each command, or of a server")
+    parser.add_argument("--model", help="a model folder, to serve")
+    parser.add_argument("--threads", type=int, default=2, help="of a server")
     parser.add_argument("--prompts", type=int, default=120)
     parser.add_argument(
         "--full", type=int, nargs="*", default=[4096, 20_000, 60_000],
@@ -169,6 +181,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
+    if args.what != "commands":
+        import server_faults
+
+        server_faults.run(args)
+        return
     torch.set_num_threads(1)
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as name:

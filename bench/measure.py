@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import transformers
 from rich.progress import track
@@ -50,6 +52,42 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
         return {"p50_ms": round(1e3 * seconds[0], 3)}
     cuts = statistics.quantiles(seconds, n=10, method="inclusive")
     return {f"p{p}_ms": round(1e3 * cuts[p // 10 - 1], 3) for p in (20, 50, 80)}
+
+
+class MemorySlope:
+    """Resident memory of some processes while work goes on, and how it grows.
+
+    Args:
+        processes: that are looked at; asked for anew each time.
+    """
+
+    def __init__(self, processes: Callable[[], list[psutil.Process]]) -> None:
+        self._processes = processes
+        self._samples: list[tuple[int, float]] = []
+
+    def sample(self, done: int) -> None:
+        """Note the memory after so much work."""
+        found = 0
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found += process.memory_info().rss
+        self._samples.append((done, found / 1e6))
+
+    def summary(self, warm_up: float = 0.3) -> dict[str, Any]:
+        """Megabytes for each 1000 pieces of work, with its standard error, after a warm-up."""
+        from scipy.stats import linregress
+
+        warm = self._samples[int(warm_up * len(self._samples)) :]
+        if len({done for done, _ in warm}) < 3:
+            return {"samples": len(self._samples)}
+        fit = linregress(*zip(*warm, strict=True))
+        return {
+            "samples": len(self._samples), "warm_up": warm_up,
+            "mb_after_warm_up": round(warm[0][1]), "mb_at_the_end": round(warm[-1][1]),
+            "mb_most": round(max(mb for _, mb in warm)),
+            "mb_per_1000": round(1e3 * fit.slope, 3),
+            "standard_error": round(1e3 * fit.stderr, 3),
+        }  # fmt: skip
 
 
 def rows_of(path: str) -> list[dict[str, Any]]:

@@ -12,153 +12,26 @@ the model ended it or after as many tokens as wanted.
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
-import socket
 import statistics
-import subprocess
-import sys
 import time
-import urllib.request
-from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 from measure import chat, parser, report, rows_of, shuffled
 from rich.progress import track
+from server import Outcome, Request, Server
 from transformers import AutoTokenizer
 
 OURS, STOCK = "tide serve", "vLLM"
 
 
-@dataclass
-class Plan:
-    """A request: its prompt, how many tokens it wants, when it comes, when the client gives up."""
-
-    name: str
-    prompt: list[int]
-    new: int
-    at: float
-    patience: float | None
-
-
-@dataclass
-class Outcome:
-    """What became of a request; times in seconds from when it was sent.
-
-    Attributes:
-        first: until its first token.
-        last: until its last token.
-        tokens: that came.
-        aborted: by the client.
-        errors: what is wrong with the answer.
-    """
-
-    first: float | None = None
-    last: float = 0.0
-    tokens: int = 0
-    aborted: bool = False
-    errors: list[str] = field(default_factory=list)
-
-
-class Server:
-    """A server in a process of its own."""
-
-    def __init__(self, args: Any, ours: bool) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        module = ["tide.cli", "serve", args.model] if ours else [
-            "vllm.entrypoints.openai.api_server", "--model", args.model
-        ]  # fmt: skip
-        options = ["--dtype", args.dtype, "--max-model-len", "1024", "--max-num-seqs", "32",
-                   "--port", str(port)]  # fmt: skip
-        environment = {
-            **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": str(args.threads),
-            "HF_HUB_OFFLINE": "1", "KMP_BLOCKTIME": "1",
-        }  # fmt: skip
-        if not ours:
-            environment["VLLM_PLUGINS"] = ""
-        self.address, self.model = f"http://127.0.0.1:{port}", args.model
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *module, *options], env=environment, stdout=subprocess.DEVNULL
-        )
-        began = time.perf_counter()
-        while True:
-            if self.process.poll() is not None:
-                raise SystemExit(f"The server ended with {self.process.returncode}.")
-            try:
-                urllib.request.urlopen(f"{self.address}/health")
-                break
-            except OSError:
-                time.sleep(1)
-        self.seconds_to_start = time.perf_counter() - began
-
-    def stop(self) -> None:
-        """End the process."""
-        self.process.terminate()
-        self.process.wait(60)
-
-    async def load(self, plans: list[Plan]) -> list[Outcome]:
-        """Send all requests, each at its time."""
-        connections = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connections) as session:
-            began = time.perf_counter()
-
-            async def send(plan: Plan) -> Outcome:
-                await asyncio.sleep(began + plan.at - time.perf_counter())
-                return await self._send(session, plan)
-
-            return await asyncio.gather(*map(send, plans))
-
-    async def _send(self, session: aiohttp.ClientSession, plan: Plan) -> Outcome:
-        body = {
-            "model": self.model, "prompt": plan.prompt, "max_tokens": plan.new, "temperature": 0,
-            "stream": True, "stream_options": {"include_usage": True},
-        }  # fmt: skip
-        found, usage, reason, began = Outcome(), None, None, time.perf_counter()
-        limit = aiohttp.ClientTimeout(total=plan.patience or 3600)
-        try:
-            async with session.post(
-                f"{self.address}/v1/completions", json=body, timeout=limit,
-                headers={"X-Request-Id": plan.name},
-            ) as got:  # fmt: skip
-                if got.status != 200:
-                    found.errors.append(f"status {got.status}")
-                    return found
-                async for line in got.content:
-                    if not line.startswith(b"data: {"):
-                        continue
-                    chunk = json.loads(line[6:])
-                    if plan.name not in chunk["id"]:
-                        found.errors.append("crossed")
-                    usage = chunk.get("usage") or usage
-                    if chunk["choices"]:
-                        found.last = time.perf_counter() - began
-                        found.first = found.first or found.last
-                        reason = chunk["choices"][0]["finish_reason"] or reason
-        except asyncio.TimeoutError:
-            found.aborted = True
-            return found
-        if usage is None:
-            found.errors.append("lost")
-        else:
-            found.tokens = usage["completion_tokens"]
-            complete = reason == "stop" or (reason, found.tokens) == ("length", plan.new)
-            if usage["prompt_tokens"] != len(plan.prompt) or not complete:
-                found.errors.append("wrong length")
-        return found
-
-
-def plans_of(args: Any, rate: float, prompts: list[list[int]]) -> list[Plan]:
+def plans_of(args: Any, rate: float, prompts: list[list[int]]) -> list[Request]:
     draw, at, plans = random.Random(rate), 0.0, []
     for number in range(args.requests):
         at += draw.expovariate(rate)
         patience = draw.uniform(0.1, 4.0) if draw.random() < args.aborted else None
         plans.append(
-            Plan(
+            Request(
                 f"r{rate:g}-{number}", draw.choice(prompts), draw.randint(8, args.new), at, patience
             )
         )
@@ -166,6 +39,8 @@ def plans_of(args: Any, rate: float, prompts: list[list[int]]) -> list[Plan]:
 
 
 def summarise(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
+    for one in outcomes:
+        one.errors += ["refused"] * (one.refused is not None)
     done = [one for one in outcomes if not one.aborted and not one.errors]
     first = [1e3 * one.first for one in done if one.first is not None]
     between = [1e3 * (one.last - (one.first or 0)) / max(one.tokens - 1, 1) for one in done]
@@ -197,7 +72,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     texts = shuffled([row["turns"][0] for row in rows_of("spec_bench/question.jsonl")])
     prompts = [chat(tokenizer, [text])["input_ids"][0, -256:].tolist() for text in texts[:200]]
-    servers = {STOCK: Server(args, ours=False), OURS: Server(args, ours=True)}
+    given = ["--dtype", args.dtype, "--max-model-len", "1024", "--max-num-seqs", "32"]
+    servers = {
+        name: Server(args.model, given, ours=name == OURS, threads=args.threads)
+        for name in (STOCK, OURS)
+    }
     results = []
     try:
         for server in servers.values():  # to warm up

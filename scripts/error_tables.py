@@ -26,6 +26,8 @@ ADVICE = {
     "SelfCheckError": "TIDE ran the model in parts and the result was not the model's own, so it "
     "refuses. Try `attn_implementation='eager'` and float32 first, then report it with what `tide "
     "env --model MODEL` prints.",
+    "NumericsError": "Numbers overflow in this dtype, or a logits processor rules out every token. "
+    "Try float32 first, then the call without the processor.",
     "RangeError": "Only for those who call `tide.attach(model).run` themselves: layers, tokens and "
     "states do not fit together. The message names what was given and what fits.",
     "ConfigError": "A setting or an option has a value that is not allowed, or excludes another. "

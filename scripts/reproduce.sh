@@ -96,5 +96,10 @@ step vllm_load python bench/vllm_load.py "$MODEL" --requests 334 --rates 4 6 8 -
 # Trust, and kernels.
 step hostile python bench/hostile.py --cases 10000 --out $R/hostile.json
 step faults python bench/faults.py --kills 20 --out $R/faults.json
+step faults_server python bench/faults.py server --model "$MODEL" --out $R/faults_server.json
+step faults_worker python bench/faults.py worker --model "$MODEL" --out $R/faults_worker.json
+step soak_threads python bench/soak.py "$MODEL" threads --out $R/soak_threads.json
+step soak_serve python bench/soak.py "$MODEL" serve --out $R/soak_serve.json
+step certify_simulation python bench/certify_simulation.py --out $R/certify_simulation.json
 step long_context python bench/long_context.py --out $R/long_context.json
 step kernels tide kernels --target all --out $R/kernels.json

@@ -28,6 +28,24 @@ def simulation() -> str:
     return table(head, rows) + note + conditions(found["conditions"])
 
 
+def certify_simulation() -> str:
+    found = read("certify_simulation")
+    given = found["conditions"]
+    rows = [
+        (
+            percent(float(risk)) if float(risk) else "none certified", count,
+            "yes" if float(risk) > given["risk"] else "no",
+        )
+        for risk, count in found["certified_by_true_risk"].items()
+    ]  # fmt: skip
+    head = ("true risk of the certified setting", "certifications", "bound broken")
+    note = (
+        f"\n\nBroken in {found['broken']} of {given['certifications']} certifications; on average, "
+        f"delta allows {percent(given['delta'])}."
+    )
+    return table(head, rows) + note + conditions(given)
+
+
 def certificates() -> str:
     rows, sources = [], [read(f"certificates_{name}") for name in ("spec_bench", "gsm8k")]
     for found in sources:

@@ -1,6 +1,8 @@
-"""The tables of the docs on hostile files and faults, each from a result file."""
+"""The tables of the docs on load, hostile files and faults, each from a result file."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from results import conditions, read, table
 
@@ -57,3 +59,71 @@ def long_context() -> str:
     head = ("context", "method", "time per token", "of HF generate's", "peak memory",
             "most rows of logits", "most entries of a mask")  # fmt: skip
     return table(head, rows) + conditions(found["conditions"])
+
+
+def _memory(of: dict[str, Any]) -> str:
+    if "mb_per_1000" not in of:
+        return "too few samples"
+    return (
+        f"{of['mb_after_warm_up']:,} MB after the warm-up, {of['mb_at_the_end']:,} MB at the end: "
+        f"{of['mb_per_1000']:+.2f} \u00b1 {of['standard_error']:.2f} MB for each 1,000"
+    )
+
+
+def _counts(of: dict[str, int]) -> list[tuple[str, str]]:
+    return [(what, f"{count:,}") for what, count in sorted(of.items(), key=lambda pair: -pair[1])]
+
+
+def soak_threads() -> str:
+    document = read("soak_threads")
+    found = document["results"]
+    rows = [
+        ("calls", f"{found['finished']:,} of {found['calls']:,}"),
+        *_counts(found["outcomes"]),
+        ("different calls", found["distinct"]),
+        ("of these, alone, unlike `model.generate`", found["solo_runs_that_differ_from_generate"]),
+        ("memory", _memory(found["memory"])),
+    ]
+    return table(("calls from threads", ""), rows) + conditions(document["conditions"])
+
+
+def soak_serve() -> str:
+    document = read("soak_serve")
+    found = document["results"]
+    server = found["server"]
+    fits = server["fits_the_clients_counts"]
+    rows = [
+        ("requests", f"{sum(found['outcomes'].values()):,} of {found['requests']:,}"),
+        *_counts(found["outcomes"]),
+        ("different where two tokens are as likely", found["near_ties_among_different"]),
+        ("tokens, by the server", f"{server['tokens']:,.0f}"),
+        ("drafted, accepted", f"{server['drafted']:,.0f}, {server['accepted']:,.0f}"),
+        ("metrics that fit the clients' counts", f"{sum(fits.values())} of {len(fits)}"),
+        ("memory of all processes", _memory(found["memory"])),
+    ]
+    return table(("requests to `tide serve`", ""), rows) + conditions(document["conditions"])
+
+
+def server_faults(name: str) -> str:
+    document = read(name)
+    found = document["results"]
+    rows = [
+        (
+            what, of["kills"], ", ".join(sorted(of["exit_codes"])), of["left"],
+            of["same_answers_after"],
+        )
+        for what, of in found["killed"].items()
+    ]  # fmt: skip
+    head = ("killed", "kills", "exit codes of `tide serve`", "processes left",
+            "same answers after a restart")  # fmt: skip
+    end = found["told_to_end"]
+    note = (
+        f"\n\nRequests under way at a kill: {_listed(found['requests_under_way'])}. Told to end by "
+        f"SIGTERM with `--shutdown-timeout`: {_listed(end['requests'])}, exit code "
+        f"{end['exit_code']}, processes left: {end['left']}."
+    )
+    return table(head, rows) + note + conditions(document["conditions"])
+
+
+def _listed(of: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {what}" for what, count in sorted(of.items()))

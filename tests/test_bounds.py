@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from certify_simulation import NEW, TRUE_RISKS, Draw, certify, scripted_model
 from risk_simulation import (
     DELTA,
     GOOD,
@@ -18,6 +19,7 @@ from risk_simulation import (
     violations,
 )
 
+import tide.certify
 from tide.calibration.bounds import (
     betting,
     fewest_sequences,
@@ -97,3 +99,22 @@ def test_a_risk_needs_a_minimum_of_sequences_even_if_no_token_differs(risk: floa
         assert p_value(np.zeros(n - 1), risk) > 0.05
     assert hoeffding_bentkus(np.zeros(n), risk) <= 0.05
     assert betting(np.zeros(n + n // 8), risk) <= 0.05
+
+
+def test_the_engine_loses_what_scripted_gates_let_exit() -> None:
+    """So the risk of a setting is known in `bench/certify_simulation.py`."""
+    model, made = scripted_model()
+    draw = Draw(np.random.default_rng(0), 16)
+    certified, losses = tide.certify.measure_losses, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tide.certify, "measure_losses",
+            lambda *args, **kwargs: losses.append(certified(*args, **kwargs)) or losses[-1],
+        )  # fmt: skip
+        assert certify(model, made, draw) is None  # so few show nothing
+    safest = next(iter(TRUE_RISKS))
+    assert losses[0].tolist() == (draw.exits(safest).sum(1) / NEW).tolist()
+    many = Draw(np.random.default_rng(1), 20_000)
+    for scale, risk in TRUE_RISKS.items():
+        assert many.exits(scale).sum() / (NEW * 20_000) == pytest.approx(risk, rel=0.05)
+    assert draw.exits(max(TRUE_RISKS)).sum() > draw.exits(safest).sum() > 0

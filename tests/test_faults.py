@@ -32,6 +32,7 @@ from tide.models.costs import measure_passes
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
 from tide.risk import DriftMonitor
+from tide.vllm.stepcost import StepCost
 from tiny import tiny_model
 
 FORMS = ("router", "router.safetensors", "router.pt")
@@ -190,6 +191,19 @@ def test_costs_measured_by_a_clock_that_jumps_are_those_without(
     monkeypatch.setattr("tide.models.costs.time.perf_counter", clock)
     found = measure_passes(runner, [((0, runner.n_layers), None)])
     assert all(seconds == pytest.approx(1e-3) for (seconds,) in found.values())
+
+
+@pytest.mark.parametrize("first", [0.0, -3600.0, 86400.0, 1e-3])
+def test_a_clock_that_jumps_does_not_upset_the_costs_of_vllm_steps(first: float) -> None:
+    cost = StepCost()
+    cost.add(4, 4, first)
+    for _ in range(50):
+        for seconds in (1e-3, 0.0, -3600.0, 86400.0, 1e-3):
+            cost.add(4, 4, seconds)
+        for seconds in (2e-3, 0.0, -3600.0, 86400.0, 2e-3):
+            cost.add(4, 8, seconds)
+    assert cost.undrafted(4) == pytest.approx(1e-3)
+    assert cost.ratio(4, 8) == pytest.approx(2, rel=0.1)
 
 
 def test_a_comparison_survives_a_clock_that_stands_still_or_goes_back() -> None:

@@ -44,6 +44,10 @@ class UnsupportedGenerationError(TideError, ValueError):
     """`generate` was given an option that decoding by depth does not take."""
 
 
+class NumericsError(TideError, RuntimeError):
+    """The model's logits are no numbers to draw a token from."""
+
+
 class DataError(TideError, ValueError):
     """Calibration data cannot be had, or is not what it should be."""
 

@@ -75,20 +75,13 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Check artifact and certificate, then run vLLM's server until it ends."""
-    import subprocess
     import sys
-    from tempfile import TemporaryDirectory
 
     # Not `vllm serve`, which needs the version of a package that CPU builds do not have.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *server_arguments(args)]
-    # The model runs in another process than the server; vLLM adds up the counters of both here.
-    with TemporaryDirectory(prefix="tide-metrics-") as folder:
-        # A session of its own: a signal reaches it once, from us.
-        server = subprocess.Popen(command, env=_environment(folder), start_new_session=True)
-        code = _until_it_ends(server)
-    if code > 0:
+    if code := supervise(command):
         raise SystemExit(code)
-    return {"exit_code": code}
+    return {"exit_code": 0}
 
 
 def server_arguments(args: argparse.Namespace) -> list[str]:
@@ -207,16 +200,51 @@ def _dtype(args: argparse.Namespace) -> str:
     return "bfloat16" if found == "float32" else found
 
 
-def _environment(folder: str) -> dict[str, str]:
+def supervise(command: Sequence[str]) -> int:
+    """Run the server until it ends, pass signals on to it, and end what it had started.
+
+    Returns:
+        Its exit code; never 0 if nobody told it to end, and 128 more than the signal if something
+        killed it.
+    """
     import os
-
-    return {**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder}
-
-
-def _until_it_ends(server: Any) -> int:
-    """Wait for the server, and pass signals on to it."""
     import signal
+    import subprocess
+    from contextlib import suppress
+    from tempfile import TemporaryDirectory
 
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, lambda number, frame: server.send_signal(number))
-    return int(server.wait())
+    told: list[int] = []
+    # The model runs in another process than the server; vLLM adds up the counters of both here.
+    with TemporaryDirectory(prefix="tide-metrics-", ignore_cleanup_errors=True) as folder:
+        server = subprocess.Popen(
+            command,
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": folder},
+            start_new_session=True,  # a signal reaches it once, from us
+            preexec_fn=end_with_parent,
+        )
+
+        def pass_on(number: int, frame: Any) -> None:
+            told.append(number)
+            server.send_signal(number)
+
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, pass_on)
+        code = server.wait()
+        if code < 0:  # killed, so it could not end its engine, which would hold its memory for ever
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+    if told:
+        return max(code, 0)
+    # vLLM ends with 0 after its engine has died; nobody told it to, so it should be started again.
+    return 128 - code if code < 0 else code or 1
+
+
+def end_with_parent() -> None:
+    """Have Linux tell this process to end if its parent is killed; the port would stay taken."""
+    import ctypes
+    import signal
+    import sys
+
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # as in linux/prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)

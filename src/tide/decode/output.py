@@ -26,6 +26,11 @@ def sequences_of(input_ids: Tensor, mask: Tensor | None, contexts: Tensor) -> li
             )
         tokens = line[padding:]
         count = len(tokens)
+        if not tokens:
+            raise UnsupportedGenerationError(
+                f"Sequence {index} has no token that is not padding. Begin it with a token, such "
+                "as the tokenizer's bos_token, or take it out of the batch."
+            )
         sequences.append(
             SequenceState(index, contexts[index], padding, tokens, prompt=count, committed=count)
         )
@@ -66,7 +71,7 @@ class Output:
         new = [sequence.new_tokens for sequence in self.sequences]
         length = max(map(len, new))
         padded = [tokens + [self.pad] * (length - len(tokens)) for tokens in new]
-        return torch.cat([input_ids, torch.tensor(padded).to(input_ids)], dim=1)
+        return torch.cat([input_ids, torch.tensor(padded, device=input_ids.device)], dim=1)
 
     def _token(self, sequence: SequenceState, place: int) -> int:
         at = sequence.prompt + place

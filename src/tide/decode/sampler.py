@@ -119,11 +119,17 @@ class Sampler:
         return out
 
     def pick(self, at: Sequence[At], scores: Tensor) -> Tensor:
-        """The token after each position, `[n]`, from its processed scores, `[n, vocabulary]`."""
-        if self.sample:
-            places = [(s.index, _place(s, position)) for s, position in at]
-            scores = scores.float().softmax(-1) / self._noise.at(places, scores)
-        return scores.argmax(-1)
+        """The token after each position, `[n]`, from its processed scores, `[n, vocabulary]`.
+
+        -1 where it is to be drawn and the scores give no probabilities: one is NaN or infinite, or
+        all are ruled out.
+        """
+        if not self.sample:
+            return scores.argmax(-1)
+        places = [(s.index, _place(s, position)) for s, position in at]
+        probabilities = scores.float().softmax(-1)
+        drawn = (probabilities / self._noise.at(places, scores)).argmax(-1)
+        return drawn.masked_fill(probabilities[:, 0].isnan(), -1)  # if one is NaN, all are
 
     def ends(self, sequence: SequenceState) -> bool:
         """Whether a sequence ends with its last committed token."""

@@ -24,6 +24,7 @@ from tide.decode.sampler import Sampler, stateful
 from tide.decode.sequence import SequenceState
 from tide.decode.sources import DraftSource, draft_sources
 from tide.decode.verify import Verifier
+from tide.errors import UnsupportedGenerationError
 from tide.stats import ExitStats
 
 
@@ -48,6 +49,19 @@ class GenerateCall:
     stopping_criteria: Any
     generation_config: GenerationConfig
     streamer: Any = None
+
+    def __post_init__(self) -> None:
+        ids, mask = self.input_ids, self.attention_mask
+        if not (ids.ndim == 2 and len(ids)) or ids.is_floating_point():
+            raise UnsupportedGenerationError(
+                f"input_ids are {ids.dtype} of shape {list(ids.shape)}; they must be whole "
+                "numbers, [sequences, tokens], of at least one sequence."
+            )
+        if mask is not None and mask.shape != ids.shape:
+            raise UnsupportedGenerationError(
+                f"attention_mask has shape {list(mask.shape)}, and input_ids {list(ids.shape)}; "
+                "they must be the same."
+            )
 
 
 class DecodeSession:

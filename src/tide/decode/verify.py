@@ -14,6 +14,7 @@ from tide.decode.recycled import SUCCESSORS, RecycledPredictions
 from tide.decode.sampler import Sampler
 from tide.decode.schedule import Pass, run_pass
 from tide.decode.sequence import SequenceState
+from tide.errors import NumericsError
 from tide.exits.heads import TargetHead
 from tide.kernels.arithmetic import successors_of
 from tide.models.runner import DepthRunner
@@ -174,6 +175,12 @@ class Verifier:
                     sequence.pending_audit[position] = token
             elif position in targets:
                 token, depth, score = targets[position], self.runner.n_layers, math.nan
+                if token < 0:
+                    raise NumericsError(
+                        f"No token can be drawn after token {position} of sequence "
+                        f"{sequence.index}: its logits hold NaN or infinity, or a logits processor "
+                        "rules out all tokens. Look for overflow in this dtype, and at the weights."
+                    )
             else:
                 return
             draft_type = batch.commit(i, token)

@@ -33,7 +33,8 @@ def measure_steps(step: Callable[[int], Any], most: int) -> dict[int, float]:
     for run in steps.values():
         run()
     synchronize()
-    repeats = int(_SECONDS / (time.perf_counter() - began)) - 2  # two warm up
+    elapsed = max(time.perf_counter() - began, 1e-6)  # a clock may stand still
+    repeats = int(_SECONDS / elapsed) - 2  # two warm up
     # Ranks run a step together, so all must run as many.
     repeats = get_tp_group().broadcast_object(min(max(repeats, 3), 9))
     found = medians(steps, repeats=repeats)

@@ -10,6 +10,7 @@ import numpy as np
 # In shares of a step of one token, for a model whose steps were not measured.
 _ASSUMED = {1: 1.0, 64: 1.0 + 0.015 * 63}
 _FAR = 1 << 20  # more tokens than a step can have
+_LONGEST = 60.0  # seconds of a step; a clock that shows more has jumped
 _SOME = 0.2  # what drafts usually add to a step: a line is trusted where it was observed
 _REFRESH = 8, 128  # drafted steps after which one without drafts is due: at first, and at most
 
@@ -83,6 +84,8 @@ class StepCost:
 
     def add(self, requests: int, tokens: int, seconds: float) -> None:
         """Record a step; an outlier is due to the machine, and counts less."""
+        if not 0 < seconds < _LONGEST:
+            return
         known, drafted = self.undrafted(requests), self._drafted_steps(requests)
         if tokens == requests:
             drafted.since, drafted.refresh = 0, min(2 * drafted.refresh, _REFRESH[1])

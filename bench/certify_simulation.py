@@ -1,0 +1,139 @@
+"""Certification end to end at a known risk: how often is the certified bound broken?
+
+`tide.certify` runs as it is: the engine decodes, exits, audits, and the thresholds are tested. Only
+the gates are scripted, and the exit head is always wrong, so that the risk of each setting on the
+path is known: it is the share of tokens that the script lets exit. Errors cluster in sequences, as
+in `risk_simulation.py`, and one that is hard at one setting is hard at all. The first setting whose
+risk is too high has hardly more than is allowed, where mistakes are most likely.
+
+    python bench/certify_simulation.py --out bench/results/certify_simulation.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from rich.progress import track
+from scipy.stats import beta, binom
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests"))
+
+import tide.certify  # noqa: E402
+from tide.config import TIDEConfig  # noqa: E402
+from tide.engine import TIDE  # noqa: E402
+from tide.exits.artifact import Artifact  # noqa: E402
+from tide.exits.checkpoint import Checkpoint  # noqa: E402
+from tide.exits.heads import ExitHead  # noqa: E402
+from tide.exits.policy import ScriptedPolicy, TokenPosition  # noqa: E402
+from tide.exits.thresholds import Thresholds  # noqa: E402
+from tide.models.fingerprint import fingerprint  # noqa: E402
+from tide.models.locate import locate  # noqa: E402
+from tiny import tiny_model, tiny_tokenizer  # noqa: E402
+
+RISK, DELTA = 0.1, 0.1
+# The path: threshold scale -> true risk, safest first.
+TRUE_RISKS = {0.25: 0.02, 0.5: 0.05, 0.75: 0.08, 1.0: 0.101, 1.5: 0.13, 2.0: 0.2}
+CONCENTRATION = 12.0  # of the beta distribution
+PROMPT, NEW = 6, 12
+
+
+class WrongHead(ExitHead):
+    """Predicts the least likely token."""
+
+    def transform(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The state, negated."""
+        return -hidden
+
+
+class Draw:
+    """The sequences of one certification, and which of their tokens exit at each setting.
+
+    Args:
+        rng: source of randomness.
+        sequences: how many.
+    """
+
+    def __init__(self, rng: np.random.Generator, sequences: int) -> None:
+        letters = np.array(list("abcdefghijklmnop"))
+        self.texts = ["".join(some) for some in rng.choice(letters, (sequences, PROMPT))]
+        self._hard = rng.random(sequences)
+        self._coins = rng.random((sequences, NEW - 1))  # the prompt gives the first token
+
+    def exits(self, scale: float) -> np.ndarray:
+        """Which tokens exit, `[sequences, tokens after the first]`."""
+        share = TRUE_RISKS[scale] * NEW / (NEW - 1)
+        rates = beta.ppf(self._hard, CONCENTRATION * share, CONCENTRATION * (1 - share))
+        return self._coins < rates[:, None]
+
+    def engine(self, *args: Any, threshold_scale: float, **kwargs: Any) -> TIDE:
+        """The engine that certification makes, with scripted gates."""
+        exits = self.exits(threshold_scale)
+
+        def script(at: TokenPosition, checkpoint: int) -> bool:
+            return bool(exits[at.sequence, at.position - PROMPT])
+
+        return TIDE(*args, threshold_scale=threshold_scale, policy=ScriptedPolicy(script), **kwargs)
+
+
+def scripted_model() -> tuple[Any, Artifact]:
+    """A tiny model that never ends a text, and an exit that is always wrong."""
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = None
+    exit_ = Checkpoint(1, WrongHead("identity", 32), thresholds=Thresholds(top_probability=0.5))
+    return model, Artifact(fingerprint(model, locate(model)), 32, [exit_])
+
+
+def certify(model: Any, made: Artifact, draw: Draw) -> float | None:
+    """The setting that is certified."""
+    made.certificates = []
+    with mock.patch.object(tide.certify, "TIDE", draw.engine):
+        found = tide.certify.certify(
+            model, tiny_tokenizer(), made, draw.texts, risk=RISK, delta=DELTA,
+            config=TIDEConfig(min_layers=0, drafts=()), threshold_scales=tuple(TRUE_RISKS),
+            new_tokens=NEW, batch=len(draw.texts), quiet=True,
+        )  # fmt: skip
+    return found[0].threshold_scale if found else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=300, help="certifications")
+    parser.add_argument("--sequences", type=int, default=100, help="of each")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the result here as JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rng, (model, made) = np.random.default_rng(args.seed), scripted_model()
+    certified = Counter[float]()
+    for _ in track(range(args.runs), description="certifications"):
+        scale = certify(model, made, Draw(rng, args.sequences))
+        certified[TRUE_RISKS[scale] if scale is not None else 0.0] += 1
+    broken = sum(count for risk, count in certified.items() if risk > RISK)
+    document = {
+        "what": "certifications in the engine, at a known risk",
+        "conditions": {
+            "risk": RISK, "delta": DELTA, "certifications": args.runs, "sequences": args.sequences,
+            "new_tokens": NEW, "concentration": CONCENTRATION, "seed": args.seed,
+            "torch": torch.__version__,
+        },
+        "certified_by_true_risk": {f"{risk:g}": certified[risk] for risk in sorted(certified)},
+        "broken": broken,
+        # The chance of as many or more if each were broken with probability delta.
+        "chance_of_as_many": float(binom.sf(broken - 1, args.runs, DELTA)),
+    }  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
