@@ -62,7 +62,7 @@ step noise_floor python bench/noise_floor.py "$MODEL" --threads 1 --prompts 26 -
 step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
 
 # Speed in transformers.
-step trees python bench/trees.py "$MODEL" --out $R/trees.json
+step trees python bench/trees.py "$MODEL" --sizes 32 --out $R/trees.json
 step trees_speed python bench/compiled.py "$MODEL" --dtype bfloat16 --batch 1 --exits 0 \
   --out $R/trees_speed.json
 step compiled python bench/compiled.py "$MODEL" --out $R/compiled.json
