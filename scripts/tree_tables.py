@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from results import conditions, read, table, times
 
 # Bytes a second and bf16 operations a second, from NVIDIA's data sheets (A100 80GB SXM, H100 SXM).
@@ -36,7 +38,8 @@ def tokens_per_pass(name: str) -> str:
 def computed() -> str:
     """Tokens per pass over what a pass of so many tokens costs more than one of a single token."""
     found = {row["method"]: row for row in read("trees")["results"]["methods"]}
-    sizes = {"chain": 11, **{name: 1 + int(name.split()[1]) for name in found if "nodes" in name}}
+    nodes = {name: re.search(r"(\d+) nodes", name) for name in found}
+    sizes = {"chain": 11, **{name: 1 + int(n[1]) for name, n in nodes.items() if n}}
     lines = []
     for name, tokens in sizes.items():
         cells = []
