@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from results import conditions, read, table, times
+from results import conditions, percent, read, table, times
 
 # Bytes a second and bf16 operations a second, from NVIDIA's data sheets (A100 80GB SXM, H100 SXM).
 GPUS = {"A100": (2.039e12, 312e12), "H100": (3.35e12, 989e12)}
@@ -20,7 +20,7 @@ def tokens_per_pass(name: str) -> str:
         (row["method"], f"{row['tokens_per_pass']:.2f}",
          *(f"{row['by_category'][c]:.2f}" for c in categories),
          row["exact_match_outputs"], row.get("host_ms_per_step", ""),
-         f"{row['host_share']:.1%}" if "host_share" in row else "")
+         percent(row["host_share"]) if "host_share" in row else "")
         for row in rows
     ]  # fmt: skip
     tasks = [category.replace("_", " ") for category in categories]
