@@ -12,7 +12,6 @@ risk is too high has hardly more than is allowed, where mistakes are most likely
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from measure import write
 from rich.progress import track
 from scipy.stats import beta, binom
 
@@ -130,9 +130,7 @@ def main() -> None:
         # The chance of as many or more if each were broken with probability delta.
         "chance_of_as_many": float(binom.sf(broken - 1, args.runs, DELTA)),
     }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document))
+    write(document, args.out)
 
 
 if __name__ == "__main__":

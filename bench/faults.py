@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import write
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))
@@ -223,9 +224,7 @@ def main() -> None:
         "results": results,
         "full_disk": disk,
     }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document))
+    write(document, args.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ mode "lossless", and tokens of its vocabulary in mode "exit", or refuses it with
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import re
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 from hostile_surfaces import SURFACES, Ground
+from measure import write
 
 SECONDS, MEGABYTES, HANGS = 2.0, 512.0, 20
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -206,11 +206,9 @@ def main() -> None:
             for name, t in tallies.items()
         },
     }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    write(document, args.out)
     faults = [fault for tally in tallies.values() for fault in tally.faults]
     print("\n".join(faults), file=sys.stderr)
-    print(json.dumps(document))
     sys.exit(1 if faults else 0)
 
 

@@ -10,7 +10,6 @@ looked at: how many rows of logits there are at most, and how many entries the l
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import write
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -164,9 +164,7 @@ def main() -> None:
         },
         "results": results,
     }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document))
+    write(document, args.out)
 
 
 if __name__ == "__main__":

@@ -188,7 +188,12 @@ def report(what: str, args: argparse.Namespace, results: Any, **conditions: Any)
         },
         "results": results,
     }
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
+    write(document, args.out)
+
+
+def write(document: dict[str, Any], out: Path | None) -> None:
+    """Print a result as one JSON line, and write it to a file if one is named."""
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))

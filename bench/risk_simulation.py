@@ -9,12 +9,12 @@ of its own, drawn from a beta distribution; one that is hard at one threshold is
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+from measure import write
 from rich.progress import track
 from scipy.stats import beta
 
@@ -112,9 +112,7 @@ def main() -> None:
         "median_sequences_until_noticed": after[0],
         "noticed_after_good_sequences": {"good": GOOD, **after[GOOD]},
     }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(document, indent=2) + "\n")
-    print(json.dumps(document))
+    write(document, args.out)
 
 
 if __name__ == "__main__":
