@@ -13,9 +13,10 @@ import argparse
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+import release_check
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?!https?:|#)([^)\s]+)\)")
@@ -68,10 +69,7 @@ def build(url: str | None, tag: str) -> None:
             readme.write_text(absolute(readme.read_text(), url, tag))
             settings.write_text(with_urls(settings.read_text(), url))
         shutil.rmtree(ROOT / "dist", ignore_errors=True)
-        run = [sys.executable, "-m"]
-        subprocess.run([*run, "build", "--outdir", str(ROOT / "dist"), str(folder)], check=True)
-    made = sorted(map(str, (ROOT / "dist").iterdir()))
-    subprocess.run([*run, "twine", "check", "--strict", *made], check=True)
+        release_check.check_contents(*release_check.build(ROOT / "dist", folder))
 
 
 def main() -> None:

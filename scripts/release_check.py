@@ -31,9 +31,9 @@ def run(*command: str | Path, env: dict[str, str] | None = None, cwd: Path = ROO
         raise SystemExit(code)
 
 
-def build(out: Path) -> tuple[Path, Path]:
+def build(out: Path, source: Path = ROOT) -> tuple[Path, Path]:
     """The wheel and the sdist; the wheel is built from the sdist, as others would."""
-    run(sys.executable, "-m", "build", "--outdir", out, ROOT)
+    run(sys.executable, "-m", "build", "--outdir", out, source)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     return wheel, sdist
