@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tide
@@ -59,51 +61,73 @@ def questions(things: str) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def small_artifact(model: Any, tokenizer: Any, tmp_path_factory: Any) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Make a folder in whichever worker wants it first; the others wait, and get the same one."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def made(name: str, make: Callable[[Path], None]) -> Path:
+        folder, done = shared / name, shared / f"{name}.made"
+        with FileLock(shared / f"{name}.lock"):
+            if not done.exists():
+                make(folder)
+                done.touch()
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def small_artifact(model: Any, tokenizer: Any, once: Callable[..., Path]) -> Path:
     """SmolLM2 calibrated on a small budget."""
-    folder: Path = tmp_path_factory.mktemp("small") / "router"
     data = questions(
         "the sea, bread, a bicycle, the moon, chess, rain, gold, a violin, trade, the heart, "
         "maps, glass"
     )
-    with pytest.MonkeyPatch.context() as patch:
-        # What exits is to be the same on a busy machine.
-        costs = Costs(
-            layer=1e-3, start=5e-4, head=8e-3, exit_head=1.5e-3, router=2e-4, prefilter=3e-4
-        )
-        patch.setattr("tide.calibration.costs.measure_costs", lambda *args: costs)
-        # A layer takes a tenth more for each further token.
-        sizes, ms = (1, 2, 4, 8, 16), 1e-3
-        loops = [
-            LoopCosts(
-                size, {n: 30 * ms * (0.9 + n / 10) + 8 * ms for n in sizes},
-                {n: ms * (0.9 + n / 10) for n in sizes}, dict.fromkeys(sizes, ms),
-                dict.fromkeys(sizes, 1.5 * ms),
+
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            # What exits is to be the same on a busy machine.
+            costs = Costs(
+                layer=1e-3, start=5e-4, head=8e-3, exit_head=1.5e-3, router=2e-4, prefilter=3e-4
             )
-            for size in (1, 4)
-        ]  # fmt: skip
-        patch.setattr("tide.calibration.costs.measure_loops", lambda *args: loops)
-        tide.calibrate(
-            model, tokenizer, folder, TIDEConfig(checkpoint_interval=8, min_layers=16), data=data,
-            new_tokens=96, vocabulary=4096, epochs=16, quiet=True,
-        )  # fmt: skip
-    return folder
+            patch.setattr("tide.calibration.costs.measure_costs", lambda *args: costs)
+            # A layer takes a tenth more for each further token.
+            sizes, ms = (1, 2, 4, 8, 16), 1e-3
+            loops = [
+                LoopCosts(
+                    size, {n: 30 * ms * (0.9 + n / 10) + 8 * ms for n in sizes},
+                    {n: ms * (0.9 + n / 10) for n in sizes}, dict.fromkeys(sizes, ms),
+                    dict.fromkeys(sizes, 1.5 * ms),
+                )
+                for size in (1, 4)
+            ]  # fmt: skip
+            patch.setattr("tide.calibration.costs.measure_loops", lambda *args: loops)
+            tide.calibrate(
+                model, tokenizer, folder, TIDEConfig(checkpoint_interval=8, min_layers=16),
+                data=data, new_tokens=48, vocabulary=4096, epochs=16, quiet=True,
+            )  # fmt: skip
+
+    return once("small", make)
 
 
 @pytest.fixture(scope="session")
-def certified_artifact(model: Any, tokenizer: Any, small_artifact: Path) -> Path:
+def certified_artifact(
+    model: Any, tokenizer: Any, small_artifact: Path, once: Callable[..., Path]
+) -> Path:
     """The same with a certificate for vLLM, at a risk high enough for few sequences to show."""
     from tide.certify import certify
 
-    folder = small_artifact.parent / "certified"
-    Artifact.load(small_artifact).save(folder)
-    config = TIDEConfig(kv_cache_strategy="propagate", min_layers=24)
-    texts = questions("a river, the sun, paper, a clock, salt, the wind, wool, bees")
-    (_,) = certify(
-        model, tokenizer, folder, texts, risk=0.2, config=config, threshold_scales=(1.0,),
-        new_tokens=24, batch=32, quiet=True,
-    )  # fmt: skip
-    return folder
+    def make(folder: Path) -> None:
+        Artifact.load(small_artifact).save(folder)
+        config = TIDEConfig(kv_cache_strategy="propagate", min_layers=24)
+        texts = questions("a river, the sun, paper, a clock, salt, the wind, wool, bees")
+        (_,) = certify(
+            model, tokenizer, folder, texts, risk=0.2, config=config, threshold_scales=(1.0,),
+            new_tokens=16, batch=32, quiet=True,
+        )  # fmt: skip
+
+    return once("certified", make)
 
 
 @pytest.fixture(scope="session")

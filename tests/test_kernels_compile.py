@@ -17,6 +17,10 @@ NEEDS_TRITON = pytest.mark.skipif(
 )
 
 
+# A second and a half for each kernel: TIDE_TEST_SWEEP=1 has every dtype for every target.
+SOME = ("sm_80", "sm_90", "gfx942")
+
+
 @NEEDS_TRITON
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_every_kernel_compiles_for_every_target(dtype: str) -> None:
@@ -25,12 +29,14 @@ def test_every_kernel_compiles_for_every_target(dtype: str) -> None:
 
     assert set(TARGETS) >= {"sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100",
                             "sm_120", "gfx90a", "gfx942"}  # fmt: skip
-    found = list(compile_all([dtype], list(TARGETS)))
+    whole = dtype == "bfloat16" or os.environ.get("TIDE_TEST_SWEEP")
+    targets = list(TARGETS) if whole else [target for target in TARGETS if target in SOME]
+    found = list(compile_all([dtype], targets))
     kernels = {launch.name for _, launch in launches_of(DTYPES[dtype])}
     assert len(kernels) == 9 and {operation for operation, _ in launches_of(DTYPES[dtype])} == set(
         OPERATIONS
     )
-    assert {(c.kernel, c.target) for c in found} == {(k, t) for k in kernels for t in TARGETS}
+    assert {(c.kernel, c.target) for c in found} == {(k, t) for k in kernels for t in targets}
     for compiled in found:
         assert compiled.size > 1000 and 8 <= compiled.registers <= 512, compiled
         assert compiled.shared <= 48 * 1024, compiled  # what every GPU has without asking

@@ -23,7 +23,7 @@ from tide.vllm import ARCHITECTURES
 pytest.importorskip("vllm", reason="vLLM is not installed; see docs/vllm.md")
 
 # The worker that imports vLLM for other tests too.
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("smollm2")]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
 
 FILES = [*sorted((ROOT / "src/tide/vllm").glob("*.py")), ROOT / "src/tide/cli/serve.py"]
 
