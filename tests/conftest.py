@@ -22,6 +22,24 @@ from tide.models.costs import LoopCosts
 ROOT = Path(__file__).parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups first, the longest before the others: a worker that ends early has the rest to do.
+
+    In a group, what needs the calibrated artifact comes last: another worker is making it.
+    """
+    order = ["vllm", "smollm2", "docs"]
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        group = item.get_closest_marker("xdist_group")
+        waits = group is not None and group.args[0] == "vllm" and "small_artifact" in names(item)
+        return order.index(group.args[0]) if group else len(order), waits
+
+    def names(item: pytest.Item) -> list[str]:
+        return getattr(item, "fixturenames", [])
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _fixed_threads() -> None:
     """Two threads in all: one for each of two workers, which would otherwise stall each other."""

@@ -97,7 +97,7 @@ def test_compiled_segments_equal_the_full_forward(
 def test_every_mode_gives_the_same_tokens_and_nothing_is_compiled_in_200_steps() -> None:
     """Mixed chunk lengths, exits, rollbacks, sequences that end, buffers that grow."""
     model = tiny_model("llama", max_position_embeddings=1024)
-    kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 240, "eos_token_id": [5, 40]}
+    kwargs = {**prompts(4), **GREEDY, "max_new_tokens": 120, "eos_token_id": [5, 40]}
     kwargs |= {"repetition_penalty": 1.05}
     for mode in ("off", "exit"):
         compiled = engine(model, mode, fixed_drafts=True, compile=True)

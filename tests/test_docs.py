@@ -170,7 +170,8 @@ def shell(code: str, where: str, folder: Path) -> None:
     done = subprocess.run(
         ["bash", "-e", "-o", "pipefail", "-c", code],
         env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1",
-             "OMP_NUM_THREADS": str(torch.get_num_threads())},
+             "OMP_NUM_THREADS": str(torch.get_num_threads()),
+             "TORCH_COMPILE_DISABLE": "1"},  # HF's compiled baseline of `tide bench`: minutes
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, f"{where}:\n{code}\n{done.stdout}\n{done.stderr}"
@@ -207,6 +208,14 @@ def test_blocks_run(page: Path, smollm2_path: Path, tmp_path: Path, request: Any
         folder = shutil.copytree(done, tmp_path / "page")
     if page != TUTORIAL:
         run_blocks(page, folder, smollm2_path)
+
+
+@pytest.mark.xdist_group("docs")
+def test_tests_of_a_group_run_in_one_worker(request: pytest.FixtureRequest) -> None:
+    """Else the tutorial runs once in each: pytest-xdist finds a group by this suffix."""
+    if not request.config.getoption("loadgroup", default=False):
+        pytest.skip("--dist loadgroup is not given")
+    assert request.node.nodeid.endswith("@docs")
 
 
 def test_the_api_page_shows_every_public_name() -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,7 @@ def test_audit_in_production(smollm2_path: Path, certified_artifact: Path, tmp_p
 @real
 @pytest.mark.vllm
 @pytest.mark.skipif(
-    subprocess.run([sys.executable, "-c", "import vllm"], capture_output=True).returncode != 0,
+    find_spec("vllm") is None,
     reason="vLLM is not installed; see docs/vllm.md",
 )
 def test_vllm_offline(smollm2_path: Path, certified_artifact: Path) -> None:
