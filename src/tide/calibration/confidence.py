@@ -40,7 +40,7 @@ def _fit(
     model.mean.copy_(features.mean(0))
     if len(correct) > 1:
         model.spread.copy_(features.std(0).clamp_min(1e-3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=1e-2, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)
     for _ in range(steps):
         some = torch.randint(0, len(correct), (min(1024, len(correct)),))
