@@ -11,6 +11,7 @@ mode "lossless", and tokens of its vocabulary in mode "exit", or refuses it with
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import re
@@ -107,11 +108,15 @@ def hostile(
         # What is imported and made once is not what a file costs.
         for surface in SURFACES.values():
             surface.read(surface.warm_up(ground), ground)
-        for number in cases:
-            rng = random.Random(f"{seed} {number}")
-            name = rng.choices(names, weights)[0]
-            _read(tallies[name], name, number, rng, ground, sentry)
-            each(number)
+        gc.freeze()  # nor is looking for garbage among all that the process has made before
+        try:
+            for number in cases:
+                rng = random.Random(f"{seed} {number}")
+                name = rng.choices(names, weights)[0]
+                _read(tallies[name], name, number, rng, ground, sentry)
+                each(number)
+        finally:
+            gc.unfreeze()
     return tallies
 
 
