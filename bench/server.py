@@ -152,6 +152,17 @@ class Server:
 
             return await asyncio.gather(*map(send, requests))
 
+    async def alone(self, prompts: Sequence[list[int]], new: int) -> list[list[int]]:
+        """The answers to prompts, sent one after the other."""
+        found = []
+        async with session() as client:
+            for number, prompt in enumerate(prompts):
+                outcome = await self.send(client, Request(f"one-{number}-", prompt, new))
+                if outcome.errors or outcome.refused:
+                    raise SystemExit(f"A request alone failed: {outcome}")
+                found.append(outcome.ids)
+        return found
+
     async def send(self, client: aiohttp.ClientSession, request: Request) -> Outcome:
         """Send a request and read its answer, which is checked to be whole and its own."""
         body = {

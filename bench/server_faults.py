@@ -56,21 +56,11 @@ class Expected:
 
     def __init__(self, server: Server, prompts: Sequence[list[int]], new: int) -> None:
         self.prompts, self.new = prompts, new
-        self.answers = self._alone(server)
-
-    def _alone(self, server: Server) -> list[list[int]]:
-        found = []
-        for number, prompt in enumerate(self.prompts):
-            request = Request(f"one-{number}-", prompt, self.new)
-            (outcome,) = asyncio.run(server.load([request]))
-            if outcome.errors or outcome.refused:
-                raise SystemExit(f"A request alone failed: {outcome}")
-            found.append(outcome.ids)
-        return found
+        self.answers = asyncio.run(server.alone(prompts, new))
 
     def check(self, server: Server) -> bool:
         """Whether a server gives them."""
-        return self._alone(server) == self.answers
+        return asyncio.run(server.alone(self.prompts, self.new)) == self.answers
 
     def requests(self) -> list[Request]:
         """All of them at once."""

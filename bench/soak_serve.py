@@ -79,12 +79,9 @@ class Soak:
     async def run(self, count: int, clients: int, seed: int = 0) -> None:
         """Send `count` requests from some clients at once, after all prompts alone."""
         requests = draw_requests(random.Random(seed), self.prompts, count, self.new)
+        answers = await self.server.alone(self.prompts, self.new)
+        self.alone = dict(zip(map(tuple, self.prompts), answers, strict=True))
         async with session() as client:
-            for number, prompt in enumerate(self.prompts):
-                found = await self.server.send(client, Request(f"one-{number}-", prompt, self.new))
-                if found.errors or found.refused:
-                    raise SystemExit(f"A request alone failed: {found}")
-                self.alone[tuple(prompt)] = found.ids
             self.before = self.server.metrics()
             with Progress() as bar:
                 task = bar.add_task("requests", total=count)
