@@ -12,7 +12,7 @@ from html import escape
 
 from drawings import ROOT, STYLE
 from headline_tables import Headline, headlines, short
-from results import read, times
+from results import MODELS, read, times
 
 WIDTH = 440
 CHART_STYLE = (
@@ -21,7 +21,7 @@ CHART_STYLE = (
 .axis { stroke: #7a8792; fill: none } .grid { stroke: #7a8792; stroke-opacity: .3 }
 .whisker { stroke: #1b2733; stroke-width: 1.5; fill: none } .hf { fill: #7fb2cb }
 .hatch { stroke: #0b5a7d; stroke-width: 2 } .point { fill: #0b5a7d }
-.star { fill: #b3261e }
+.star { fill: #b3261e } .box { stroke: #7a8792 }
 .line { stroke: #a8690f; stroke-width: 2; stroke-dasharray: 6 3; fill: none }
 @media (prefers-color-scheme: dark) {
   .whisker { stroke: #e6ebf0 } .hf { fill: #3a7592 } .hatch { stroke: #8fd0ee }
@@ -129,6 +129,71 @@ def tradeoff() -> str:
     return _svg(bottom + 46, parts, f"lossless {times(lossless)}; {told}")
 
 
+def depth() -> str:
+    """Tokens that full depth predicts already, against the share of the layers that ran."""
+    found = [read(f"assess_{name}") for name in MODELS]
+    left, right, top, bottom = 44, WIDTH - 16, 16, 250
+
+    def x_of(share: float) -> float:
+        return left + share * (right - left)
+
+    def y_of(share: float) -> float:
+        return bottom - share * (bottom - top)
+
+    parts = []
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        parts.append(f'<path class="grid" d="M{left} {y_of(tick):.1f}H{right}"/>')
+        parts.append(_text(left - 6, y_of(tick) + 4, f"{100 * tick:.0f} %", "small muted", "end"))
+        parts.append(_text(x_of(tick), bottom + 16, f"{100 * tick:.0f} %", "small muted",
+                           "middle" if tick < 1 else "end"))  # fmt: skip
+    told = []
+    for k, of in enumerate(found):
+        points = [(x_of((n + 1) / of["n_layers"]), y_of(share))
+                  for n, share in enumerate(of["agreement"])]  # fmt: skip
+        way = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+        dashes = ("none", "7 4", "2 3", "9 3 2 3")[k]
+        style = f'class="axis" style="stroke-width:2;stroke-dasharray:{dashes}"'
+        parts.append(f'<path {style} d="M{way}"/>')
+        y = top + 16 + 18 * k
+        name = of["conditions"]["model"].removesuffix("-Instruct")
+        parts.append(f'<path {style} d="M{left + 10} {y - 4}h34"/>')
+        parts.append(_text(left + 52, y, name, "small"))
+        half = next(n + 1 for n, share in enumerate(of["agreement"]) if share >= 0.5)
+        told.append(f"{name}: half of the tokens after {half} of {of['n_layers']} layers")
+    parts.append(_text((left + right) / 2, bottom + 34, "layers that ran", "small muted",
+                       "middle"))  # fmt: skip
+    return _svg(bottom + 46, parts, "; ".join(told))
+
+
+# A part of a step -> how its box is filled; told apart without colour.
+FILLS = {"layers": 'class="hf"', "head": 'fill="url(#h)" class="box"', "gates": 'class="star"',
+         "host": 'class="box" fill="none"'}  # fmt: skip
+
+
+def steps() -> str:
+    """Milliseconds for each token by part, stacked."""
+    found = read("step_costs")["results"]
+    left, right, tall, top = 14, WIDTH - 14, 44, 34
+    scale = (right - left - 56) / max(sum(of["ms_per_token"].values()) for of in found)
+    parts, x = [HATCH], float(left)
+    for name, fill in FILLS.items():
+        parts.append(f'<rect {fill} x="{x:.1f}" y="12" width="14" height="12"/>')
+        parts.append(_text(x + 20, 22, name, "small"))
+        x += 84
+    told = []
+    for i, of in enumerate(found):
+        y, x = top + i * tall, float(left)
+        parts.append(_text(left, y + 14, of["method"], "small"))
+        for name, fill in FILLS.items():
+            width = of["ms_per_token"][name] * scale
+            parts.append(f'<rect {fill} x="{x:.1f}" y="{y + 20}" width="{width:.1f}" height="16"/>')
+            x += width
+        whole = f"{sum(of['ms_per_token'].values()):.1f} ms"
+        parts.append(_text(x + 6, y + 33, whole, "strong"))
+        told.append(f"{of['method']} {whole}")
+    return _svg(top + len(found) * tall + 10, parts, "; ".join(told))
+
+
 def _svg(height: float, parts: list[str], told: str) -> str:
     return "\n".join(_lines(height, parts, told)) + "\n"
 
@@ -147,7 +212,7 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start")
     return f'<text {place} class="{style}">{escape(text)}</text>'
 
 
-CHARTS = {"methods": methods, "tradeoff": tradeoff}
+CHARTS = {"methods": methods, "tradeoff": tradeoff, "depth": depth, "steps": steps}
 
 
 def main() -> None:

@@ -85,6 +85,8 @@ hero() {
   python scripts/hero.py "$MODEL" "$WORK/hero"
 }
 step hero hero
+step step_costs python bench/step_costs.py "$MODEL" --artifact "$WORK/hero" --new 48 \
+  --out $R/step_costs.json
 
 # vLLM; suffix decoding is `pip install --no-deps arctic-inference==0.3.0`.
 step vllm_drafts python bench/vllm_speed.py "$MODEL" --what drafts --rounds 12 6 2 \

@@ -157,3 +157,16 @@ def vllm_load() -> str:
 
 def _per_prompt(method: dict[str, Any]) -> str:
     return " / ".join(f"{method['per_prompt_speedup'][p]:.2f}" for p in ("p20", "p50", "p80"))
+
+
+def step_costs() -> str:
+    found = read("step_costs")
+    rows = []
+    for of in found["results"]:
+        ms = of["ms_per_token"]
+        whole = sum(ms.values())
+        parts = [f"{spent:.2f}" for spent in (*ms.values(), whole)]
+        rows.append((of["method"], of["tokens_per_step"], *parts, percent(ms["host"] / whole)))
+    names = [f"{part}, ms" for part in found["results"][0]["ms_per_token"]]
+    head = ("method", "tokens per step", *names, "a token, ms", "of it the host")
+    return table(head, rows) + conditions(found["conditions"])

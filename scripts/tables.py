@@ -3,9 +3,9 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure within a sentence between
 `<!-- figure: NAME -->` and `<!-- end -->`; nothing between them is typed by hand. `--check` only
 reports whether they are up to date. Tables of results are made in `speed_tables.py`,
-`tree_tables.py`, `calibration_tables.py`, `risk_tables.py`, `kernel_tables.py`, `trust_tables.py`
-and `headline_tables.py`, those of the code in `reference.py` and `error_tables.py`,
-figures in `figures.py`.
+`tree_tables.py`, `scale_tables.py`, `calibration_tables.py`, `risk_tables.py`, `kernel_tables.py`,
+`trust_tables.py` and `headline_tables.py`, those of the code in `reference.py` and
+`error_tables.py`, figures in `figures.py`.
 
     python scripts/tables.py [--check]
 """
@@ -23,6 +23,7 @@ import headline_tables as headline
 import kernel_tables as kernels
 import reference
 import risk_tables as risk
+import scale_tables as scale
 import speed_tables as speed
 import tree_tables as trees
 import trust_tables as trust
@@ -46,6 +47,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "trees_qwen": lambda: trees.tokens_per_pass("trees_qwen2_5_coder_0_5b"),
     "trees_speed": lambda: speed.compiled("trees_speed"),
     "trees_computed": trees.computed,
+    "scale_exits": scale.exits,
+    "step_costs": speed.step_costs,
     "commits": speed.commits,
     "lossless": speed.lossless,
     "lossless_by_category": speed.lossless_by_category,
