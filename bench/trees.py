@@ -3,19 +3,23 @@
     TIDE_DATA=... python bench/trees.py $(python scripts/weights.py) --out bench/results/trees.json
 
 Prompts are spread over Spec-Bench's six tasks, as its published results are. Counts passes of the
-model after the prompt's, for HF generate, transformers' prompt lookup, chains and trees of each
-size, each always drafted as large as allowed. What pays on a device is another question, which the
-costs of its passes decide; counts do not depend on it. "One branch" is a tree of one path, the
-likeliest by all sources: what an engine without tree attention could draft. With `--artifact`, its
-table drafts too, in methods of their own. Every engine keeps what it has learned from prompt to
-prompt. Ctrl-C ends a run early; what was counted so far is written.
+model after the prompt's, for transformers' prompt lookup, chains and trees of each size, each
+always drafted as large as allowed. What pays on a device is another question, which the costs of
+its passes decide; counts do not depend on it. "One branch" is a tree of one path, the likeliest by
+all sources: what an engine without tree attention could draft. With `--artifact`, its table drafts
+too, in methods of their own. Every engine keeps what it has learned from prompt to prompt. Texts
+are compared with those of HF generate, in batches, and alone where one differs.
+
+Ctrl-C ends a run early; what was counted so far is written. With `--work`, another run goes on from
+there, with engines that have to learn anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -34,6 +38,9 @@ from tide.decode.tree import DraftTree, Origin
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.models.locate import locate
+
+# How many prompts HF generate answers at once.
+BATCH = 8
 
 
 class HostTime:
@@ -113,69 +120,92 @@ def main() -> None:
     options.add_argument("--new", type=int, default=128)
     options.add_argument("--sizes", type=int, nargs="*", default=[8, 16, 32, 64])
     options.add_argument("--artifact", type=Path, help="an artifact whose table is used as well")
+    options.add_argument("--only", nargs="*", help="methods to count; all by default")
+    options.add_argument("--work", type=Path, help="a file that keeps what was counted")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     greedy = {"max_new_tokens": args.new, "do_sample": False}
     methods: dict[str, Callable[[Mapping[str, Tensor]], Tensor]] = {
-        "HF generate": lambda batch: model.generate(**batch, **greedy),
         "prompt lookup": lambda batch: model.generate(
             **batch, **greedy, prompt_lookup_num_tokens=10
         ),
     }
-    engines = set()
     for made in [None, *([Artifact.load(args.artifact)] if args.artifact else [])]:
+        table = " + table" if made else ""
         for nodes in [0, *args.sizes]:
             name = f"tree, {nodes} nodes" if nodes else "chain"
-            name += " + table" if made else ""
             engine = make_engine(model, made, nodes)
-            engines.add(name)
-            methods[name] = lambda batch, e=engine: e.generate(**batch, **greedy)  # type: ignore[misc]
-        name = "one branch, 10 nodes" + (" + table" if made else "")
+            methods[name + table] = lambda batch, e=engine: e.generate(**batch, **greedy)  # type: ignore[misc]
         engine = make_engine(model, made, 10)
-        engines.add(name)
-        methods[name] = lambda batch, e=engine: one_branch(e, batch, **greedy)  # type: ignore[misc]
-    passes = 0
-
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
-
-    host = HostTime()
-    locate(model).layers[0].register_forward_hook(count)
-    counts: dict[str, list[Count]] = {name: [] for name in methods}
-    done = 0
+        methods["one branch, 10 nodes" + table] = lambda batch, e=engine: (  # type: ignore[misc]
+            one_branch(e, batch, **greedy)
+        )
+    methods = {name: run for name, run in methods.items() if name in (args.only or methods)}
+    questions = spec_bench(args.prompts, tasks=True)
+    counts: list[dict[str, Count]] = []  # for each prompt, of every method
+    if args.work and args.work.exists():
+        for line in args.work.read_text().splitlines():
+            counts.append({name: Count(*found) for name, found in json.loads(line).items()})
     with contextlib.suppress(KeyboardInterrupt):
-        for question in track(spec_bench(args.prompts, tasks=True), description="Prompts"):
-            prompt = chat(tokenizer, [question["text"]])
-            given, expected, found = prompt["input_ids"].shape[1], None, {}
-            for name, method in methods.items():
-                passes, host.seconds, began = 0, 0.0, time.perf_counter()
-                out = method(prompt)
-                expected = out if expected is None else expected
-                # The prompt's pass gives the first token.
-                found[name] = Count(
-                    question["category"], out.shape[1] - given - 1, passes - 1,
-                    time.perf_counter() - began, host.seconds, torch.equal(out, expected),
-                )  # fmt: skip
-            for name, count_of_prompt in found.items():  # all methods have the same prompts
-                counts[name].append(count_of_prompt)
-            done += 1
+        rest = questions[len(counts) :]
+        for found in count(methods, model, tokenizer, rest, greedy):
+            counts.append(found)
+            if args.work:
+                with args.work.open("a") as work:
+                    work.write(json.dumps(found) + "\n")
     rows = []
-    for name, of_method in counts.items():
+    for name in methods:
+        of_method = [found[name] for found in counts]
         row = {"method": name, **tokens_per_pass(of_method)}
-        row["exact_match_outputs"] = f"{sum(c.exact for c in of_method)} of {done}"
-        if name in engines:
-            of_host = sum(c.of_host for c in of_method)
+        row["exact_match_outputs"] = f"{sum(c.exact for c in of_method)} of {len(counts)}"
+        if of_host := sum(c.of_host for c in of_method):
             row["host_ms_per_step"] = round(1e3 * of_host / sum(c.passes for c in of_method), 3)
             row["host_share"] = round(of_host / sum(c.seconds for c in of_method), 4)
         rows.append(row)
         print(row)
     report(
         "tokens per pass of chains and draft trees on Spec-Bench prompts at batch 1",
-        args, {"methods": rows}, dtype=args.dtype, prompts=done, new_tokens=args.new,
+        args, {"methods": rows}, dtype=args.dtype, prompts=len(counts), new_tokens=args.new,
     )  # fmt: skip
+
+
+def count(
+    methods: Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]], model: Any, tokenizer: Any,
+    questions: list[dict[str, str]], greedy: Mapping[str, Any],
+) -> Iterator[dict[str, Count]]:  # fmt: skip
+    """What every method did for each question, one after the other."""
+    passes = 0
+
+    def one_more(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    host = HostTime()
+    locate(model).layers[0].register_forward_hook(one_more)
+
+    def answers(texts: list[str]) -> list[list[int]]:
+        prompts = chat(tokenizer, texts)
+        new = model.generate(**prompts, **greedy)[:, prompts["input_ids"].shape[1] :]
+        return new.tolist()
+
+    for k, question in enumerate(track(questions, description="Prompts")):
+        if k % BATCH == 0:
+            expected = answers([q["text"] for q in questions[k : k + BATCH]])
+        prompt, found = chat(tokenizer, [question["text"]]), {}
+        for name, method in methods.items():
+            passes, host.seconds, began = 0, 0.0, time.perf_counter()
+            new = method(prompt)[0, prompt["input_ids"].shape[1] :].tolist()
+            seconds, after_prompt, of_host = time.perf_counter() - began, passes - 1, host.seconds
+            batched = expected[k % BATCH]
+            padding = [tokenizer.pad_token_id] * (len(batched) - len(new))
+            exact = new + padding == batched or [new] == answers([question["text"]])
+            # The prompt's pass gives the first token.
+            found[name] = Count(
+                question["category"], len(new) - 1, after_prompt, seconds, of_host, exact
+            )
+        yield found
 
 
 if __name__ == "__main__":
