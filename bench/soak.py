@@ -58,8 +58,9 @@ class Pieces(BaseStreamer):
 
 
 def draw_calls(
-    rng: random.Random, prompts: Sequence[list[int]], count: int, new: int, padding: int
-) -> list[dict[str, Any]]:
+    rng: random.Random, prompts: Sequence[list[int]], count: int, new: int, padding: int,
+    options: Sequence[dict[str, Any]] = OPTIONS,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Arguments of `generate`: batches of one to three prompts with mixed lengths and options."""
     calls = []
     for number in range(count):
@@ -70,7 +71,7 @@ def draw_calls(
         calls.append(
             {
                 "input_ids": ids, "attention_mask": mask, "max_new_tokens": rng.randint(1, new),
-                "do_sample": False, "pad_token_id": padding, **OPTIONS[number % len(OPTIONS)],
+                "do_sample": False, "pad_token_id": padding, **options[number % len(options)],
             }
         )  # fmt: skip
     return calls

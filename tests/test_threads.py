@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from soak import OPTIONS, draw_calls, soak_threads
 from torch import Tensor
 
+from test_generate import engine
 from tide.models.attach import RUNNERS
 from tide.models.runner import DepthRunner
 from tide.models.tokens import TokenBatch
@@ -107,6 +110,18 @@ def test_two_threads_share_one_runner(runner: str) -> None:
 
     assert at_once(lambda: work(0), lambda: work(1)) == [0, 0]
     assert made.counts.calls[0] == 2 * (2 + 120)
+
+
+@pytest.mark.parametrize("mode", ["lossless", "exit"])
+def test_eight_threads_generate(mode: str) -> None:
+    """The short form of bench/soak.py."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(rng.randint(2, 12))] for _ in range(9)]
+    options = [o for o in OPTIONS if "bad_words_ids" not in o]  # not in this vocabulary
+    calls = draw_calls(rng, prompts, 12, 10, 0, options)
+    found = soak_threads(engine(tiny_model("llama"), mode, fixed_drafts=True), calls, 64)
+    assert found["outcomes"] == {"same": 64}
+    assert found["solo_runs_that_differ_from_generate"] == 0 or mode == "exit"
 
 
 @every_runner
