@@ -7,8 +7,8 @@ model after the prompt's, for transformers' prompt lookup, chains and trees of e
 always drafted as large as allowed. What pays on a device is another question, which the costs of
 its passes decide; counts do not depend on it. "One branch" is a tree of one path, the likeliest by
 all sources: what an engine without tree attention could draft. With `--artifact`, its table drafts
-too, in methods of their own. Every engine keeps what it has learned from prompt to prompt. Texts
-are compared with those of HF generate, in batches, and alone where one differs.
+too, in methods of their own. Every engine keeps what it has learned from prompt to prompt. A text
+on which all agree, transformers' prompt lookup among them, is HF generate's; else that is asked.
 
 Ctrl-C ends a run early; what was counted so far is written. With `--work`, another run goes on from
 there, with engines that have to learn anew.
@@ -38,9 +38,6 @@ from tide.decode.tree import DraftTree, Origin
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.models.locate import locate
-
-# How many prompts HF generate answers at once.
-BATCH = 8
 
 
 class HostTime:
@@ -185,26 +182,20 @@ def count(
     host = HostTime()
     locate(model).layers[0].register_forward_hook(one_more)
 
-    def answers(texts: list[str]) -> list[list[int]]:
-        prompts = chat(tokenizer, texts)
-        new = model.generate(**prompts, **greedy)[:, prompts["input_ids"].shape[1] :]
-        return new.tolist()
-
-    for k, question in enumerate(track(questions, description="Prompts")):
-        if k % BATCH == 0:
-            expected = answers([q["text"] for q in questions[k : k + BATCH]])
-        prompt, found = chat(tokenizer, [question["text"]]), {}
+    for question in track(questions, description="Prompts"):
+        prompt, found, texts = chat(tokenizer, [question["text"]]), {}, {}
         for name, method in methods.items():
             passes, host.seconds, began = 0, 0.0, time.perf_counter()
-            new = method(prompt)[0, prompt["input_ids"].shape[1] :].tolist()
-            seconds, after_prompt, of_host = time.perf_counter() - began, passes - 1, host.seconds
-            batched = expected[k % BATCH]
-            padding = [tokenizer.pad_token_id] * (len(batched) - len(new))
-            exact = new + padding == batched or [new] == answers([question["text"]])
+            texts[name] = new = method(prompt)[0, prompt["input_ids"].shape[1] :].tolist()
             # The prompt's pass gives the first token.
             found[name] = Count(
-                question["category"], len(new) - 1, after_prompt, seconds, of_host, exact
-            )
+                question["category"], len(new) - 1, passes - 1, time.perf_counter() - began,
+                host.seconds, True,
+            )  # fmt: skip
+        if "prompt lookup" not in texts or any(t != texts["prompt lookup"] for t in texts.values()):
+            expected = model.generate(**prompt, **greedy)[0, prompt["input_ids"].shape[1] :]
+            for name, new in texts.items():
+                found[name] = found[name]._replace(exact=new == expected.tolist())
         yield found
 
 
