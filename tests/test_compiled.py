@@ -20,10 +20,10 @@ from scenarios import SCENARIOS, cuts, error, full_depth
 from test_generate import GREEDY, POLICIES, artifact, engine, prompts
 from tide.config import TIDEConfig
 from tide.decode.loop import DecodeLoop
-from tide.decode.recycled import SuccessorHead
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.exits.confidence import ConfidenceModel
+from tide.exits.heads import SuccessorHead
 from tide.exits.policy import ScriptedPolicy
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds

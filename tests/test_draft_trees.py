@@ -15,13 +15,15 @@ from test_drafter import batch_of
 from test_generate import GREEDY, prompts
 from test_generate import engine as with_exits
 from tide.config import TIDEConfig
-from tide.decode.drafter import Drafter
+from tide.decode.drafter import Drafter, PassCosts
 from tide.decode.exits import TreeWarning
 from tide.decode.growth import NodeRates, TreeSource
 from tide.decode.loop import DecodeLoop
 from tide.decode.matches import ContextMatches
 from tide.decode.recycled import RecycledPredictions
-from tide.decode.tree import DraftTree
+from tide.decode.sources import CrossRequestNGrams
+from tide.decode.tree import NO_ORIGIN, DraftTree
+from tide.decode.verify import Verifier
 from tide.engine import TIDE
 from tide.kernels.arithmetic import successors_of
 from tide.models.cache import WaterlineCache
@@ -29,7 +31,6 @@ from tide.models.tokens import TokenBatch
 from tiny import FAMILIES, VOCABULARY, tiny_model
 
 EOS = [5, 40]
-NOTHING = (0, 0, 0, 0)
 SAMPLED = {"do_sample": True, "top_k": 7, "temperature": 0.8, "repetition_penalty": 1.2}
 
 
@@ -62,8 +63,12 @@ def test_trees_equal_generate_greedy_and_sampled(family: str) -> None:
         assert torch.equal(torch.get_rng_state(), state)
 
 
-def oracle(texts: Sequence[Sequence[int]], draw: random.Random) -> Any:
-    """Random trees: the true continuation somewhere in them, duplicates, and tokens that end."""
+def oracle(texts: Sequence[Sequence[int]], draw: random.Random, right: float = 0.6) -> Any:
+    """Random trees: the true continuation somewhere in them, duplicates, and tokens that end.
+
+    Args:
+        right: chance that a node goes on with the true continuation; at 0 none does.
+    """
 
     def grow(self: TreeSource, tokens: Sequence[int], nodes: int, depth: int) -> DraftTree:
         tree, on_path, given = DraftTree(), {-1: 0}, len(tokens)
@@ -75,13 +80,15 @@ def oracle(texts: Sequence[Sequence[int]], draw: random.Random) -> Any:
                 break
             token = draw.choice([draw.randrange(VOCABULARY), *EOS])
             place = on_path.get(parent, -1)
-            if place >= 0 and given + place < len(text) and draw.random() < 0.6:
+            if place >= 0 and given + place < len(text) and draw.random() < right:
                 token = text[given + place]
                 on_path[node] = place + 1
+            elif not right and place >= 0 and text[given + place : given + place + 1] == [token]:
+                token = (token + 1) % VOCABULARY
             depths[node] = depths[parent] + 1
             tree.tokens.append(token)
             tree.parents.append(parent)
-            tree.origins.append(NOTHING)
+            tree.origins.append(NO_ORIGIN)
             tree.chances.append(0.1)
         return tree
 
@@ -136,19 +143,20 @@ def test_kv_after_each_step_is_that_of_a_full_forward(
     assert tide.last_stats.accepted["tree"] > 10
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_trees_and_acceptances_change_nothing(seed: int, monkeypatch: Any) -> None:
-    model = tiny_model("mistral")
-    draw = random.Random(seed)
-    tide = engine(model, max_tree=draw.choice([1, 5, 64]), max_draft=draw.choice([1, 3, 10]))
-    kwargs = {**prompts(3), **GREEDY, "max_new_tokens": draw.randint(1, 40), "eos_token_id": EOS}
-    kwargs |= SAMPLED if seed % 2 else {}
-    torch.manual_seed(seed)
-    expected = model.generate(**kwargs)
-    texts = texts_of(expected, kwargs["attention_mask"])
-    monkeypatch.setattr(TreeSource, "grow", oracle(texts, draw))
-    torch.manual_seed(seed)
-    assert torch.equal(tide.generate(**kwargs), expected)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_trees_and_acceptances_change_nothing(family: str, monkeypatch: Any) -> None:
+    model, draw = tiny_model(family), random.Random(family)
+    for sequences, right in ((1, 0.6), (4, 0.0), (4, 0.6)):
+        tide = engine(model, max_tree=draw.choice([1, 5, 64]), max_draft=draw.choice([1, 3, 10]))
+        kwargs = {**prompts(sequences), **GREEDY, "max_new_tokens": draw.randint(1, 30)}
+        kwargs |= {"eos_token_id": EOS, **(SAMPLED if draw.random() < 0.5 else {})}
+        torch.manual_seed(0)
+        expected = model.generate(**kwargs)
+        texts = texts_of(expected, kwargs["attention_mask"])
+        monkeypatch.setattr(TreeSource, "grow", oracle(texts, draw, right))
+        torch.manual_seed(0)
+        assert torch.equal(tide.generate(**kwargs), expected)
+        assert right or not sum(tide.last_stats.accepted.values())
 
 
 def test_trees_beside_exit_drafts_equal_generate() -> None:
@@ -188,6 +196,54 @@ def test_what_is_recycled_is_shared_unless_told_otherwise() -> None:
     assert steps[True][1] < steps[True][0]
 
 
+@pytest.mark.parametrize("tree", [0, 24])
+def test_answers_of_earlier_calls_are_drafted_if_asked_for(tree: int) -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(3), **GREEDY}
+    expected, steps = model.generate(**kwargs), {}
+    for drafts in (("context",), ("context", "cross-request")):
+        tide = engine(model, drafts=drafts, max_tree=tree)
+        for call in range(2):
+            tide.drafter.rates = NodeRates()
+            assert torch.equal(tide.generate(**kwargs), expected)
+            steps[len(drafts), call] = tide.last_stats.steps
+    assert steps[1, 0] == steps[1, 1] == steps[2, 0]
+    assert steps[2, 1] < steps[2, 0]
+    assert "cross-request" not in TIDEConfig().drafts
+
+
+def test_what_was_never_right_is_tried_again() -> None:
+    answers, rates = CrossRequestNGrams(), NodeRates()
+    answers.learn([1, 2, 3, 4], 3)
+    source = TreeSource(rates, None, None, None, answers)
+    assert source.grow([1, 2, 3], 4, 4).origins == [(0, 0, 0, 0, 3)]
+    steps = 0
+    while (tree := source.grow([1, 2, 3], 4, 4)).tokens:
+        tree.decide([0, 0])
+        rates.record(tree)
+        steps += 1
+        assert steps < 10_000
+    while not source.grow([1, 2, 3], 4, 4).tokens:
+        steps -= 1
+        assert steps > 0  # it does not take longer than it took to be given up
+
+
+def test_prompts_are_not_learned_from_where_trees_do_not_pay(monkeypatch: Any) -> None:
+    tide = engine(tiny_model("llama"))
+    tide.drafter.fixed = False
+    tide.drafter.costs.start(1, {1: 1.0, 2: 100.0})
+    learned: list[int] = []
+    learn = Verifier.learn_prompts
+    monkeypatch.setattr(
+        Verifier, "learn_prompts", lambda *args: (learned.append(1), learn(*args))
+    )  # fmt: skip
+    kwargs = {**prompts(1), **GREEDY, "max_new_tokens": 60}
+    monkeypatch.setattr(PassCosts, "add", lambda *args: None)
+    for _ in range(3):
+        tide.generate(**kwargs)
+    assert learned == [1]  # in the first call, when nothing was known
+
+
 @pytest.mark.parametrize("size", [97, 512])
 def test_the_likeliest_successors_are_found_in_groups(size: int) -> None:
     logits = torch.randn(20, size, generator=torch.Generator().manual_seed(0))
@@ -221,7 +277,7 @@ def test_the_likeliest_paths_come_first_and_sources_that_agree_are_one_node() ->
     source = TreeSource(rates, ContextMatches(), None, recycled)
     tree = source.grow([1, 2, 3, 9, 1, 2], 8, 4)
     assert tree.tokens[:2] == [3, 9] and tree.parents[:2] == [-1, 0]
-    assert tree.origins[0] == (2, 0, 1, 1)
+    assert tree.origins[0] == (2, 0, 1, 1, 0)
     assert tree.chances == sorted(tree.chances, reverse=True)
     assert 4 in tree.tokens
     assert all(parent < node for node, parent in enumerate(tree.parents))
@@ -236,7 +292,7 @@ def test_sizes_of_trees_follow_what_passes_cost() -> None:
     class Bush(TreeSource):
         def grow(self, tokens: Sequence[int], nodes: int, depth: int) -> DraftTree:
             chances = [0.5 * 0.9**n for n in range(nodes)]
-            return DraftTree([7] * nodes, [-1] * nodes, [NOTHING] * nodes, chances)
+            return DraftTree([7] * nodes, [-1] * nodes, [NO_ORIGIN] * nodes, chances)
 
     sizes = []
     for cost in (dict.fromkeys([1, 65], 1.0), {1: 1.0, 9: 2.0, 65: 9.0}, {1: 1.0, 2: 4.0}):

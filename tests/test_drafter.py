@@ -17,8 +17,10 @@ from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.decode.batch import BatchState
 from tide.decode.drafter import RETRY, Acceptance, Drafter, OnlineComparison, PassCosts
+from tide.decode.growth import NodeRates, TreeSource
 from tide.decode.sequence import SequenceState
 from tide.decode.sources import Draft, draft_sources
+from tide.decode.tree import DraftTree
 from tide.engine import TIDE
 from tide.exits.table import ContinuationTable
 from tide.models.cache import WaterlineCache
@@ -172,6 +174,37 @@ def test_costs_are_kept_by_batch_size_and_context_length() -> None:
     assert costs.of(many) == {1: 2.0}
     assert costs.of(batch_of(40, 10)) == {1: 2.0}
     assert costs.of(long) == {1: pytest.approx(0.55)}
+
+
+def test_a_batch_that_shrinks_starts_from_what_the_larger_one_cost() -> None:
+    costs, many, one = PassCosts(), batch_of(32, 10), batch_of(1, 10)
+    costs.start(32, {1: 4.0, 8: 6.0})
+    assert costs.of(one) == {1: 4.0, 8: 6.0}
+    costs.add(one, 1, 1.0)
+    assert costs.of(one) == {1: pytest.approx(1.0), 8: pytest.approx(1.5)}
+    costs.add(one, 1, 1.5)  # from here on as usual
+    assert costs.of(one) == {1: pytest.approx(1.05), 8: pytest.approx(1.5)}
+    assert costs.of(many) == {1: 4.0, 8: 6.0}
+    assert costs.known(32) and not costs.known(1)  # a call of one sequence is still measured
+    costs.start(1, {1: 0.5, 8: 0.6})
+    assert costs.known(1) and costs.of(one) == {1: 0.5, 8: 0.6}
+
+
+def test_no_tree_is_larger_than_what_was_measured() -> None:
+    asked = []
+
+    class Bush(TreeSource):
+        def grow(self, tokens: Sequence[int], nodes: int, depth: int) -> DraftTree:
+            asked.append(nodes)
+            return DraftTree()
+
+    drafter = Drafter(10, 64)
+    drafter.costs.start(64, {1: 1.0, 2: 1.0, 8: 1.0})
+    for sequences in (64, 63, 5):
+        batch = batch_of(sequences, 10)
+        drafter.propose(batch, dict.fromkeys(range(sequences), Bush(NodeRates(), None, None, None)))
+        drafter.costs.add(batch, 1, 0.5)
+    assert set(asked) == {7}
 
 
 def test_a_slow_outlier_moves_an_estimate_little() -> None:

@@ -12,13 +12,12 @@ import torch
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.decode.player import Setting
-from tide.decode.recycled import SuccessorHead
 from tide.decode.replay import Expected, replay
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.exits.checkpoint import Checkpoint
 from tide.exits.confidence import ConfidenceModel
-from tide.exits.heads import ExitHead
+from tide.exits.heads import ExitHead, SuccessorHead
 from tide.exits.recording import Recording
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable

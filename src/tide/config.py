@@ -13,7 +13,8 @@ MODES = ("lossless", "exit", "off", "auto")
 EXIT_STRATEGIES = ("affine", "identity")
 KV_CACHE_STRATEGIES = ("deferred", "propagate", "zero_pad")
 MOST_NODES = 64  # of a draft tree: its mask is one number of as many bits
-DRAFT_SOURCES = ("context", "table", "exit", "recycled")
+DRAFT_SOURCES = ("context", "table", "exit", "recycled", "cross-request")
+_DEFAULT_DRAFTS = DRAFT_SOURCES[:-1]
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class TIDEConfig:
         mode: "exit", "lossless", "off", or "auto": the fastest of lossless and exit on this device.
         max_pending: most tokens of a sequence that may wait for a deep pass.
         drafts: draft sources: "context" (n-grams of the sequence itself), "table" (of the
-            artifact), "exit" (the exit heads, where no other source has a draft) and "recycled" (in
-            trees, what full depth lately predicted after the same tokens).
+            artifact), "exit" (the exit heads, where no other source has a draft), "recycled" (in
+            trees, what full depth lately predicted after the same tokens) and, only if you ask for
+            it, "cross-request" (n-grams of answers in earlier calls of the engine).
         max_draft: most tokens that are drafted one after the other.
         max_tree: most nodes of a draft tree, in mode "lossless"; 0 to draft chains only.
         share_recycled: let all sequences and calls of an engine draft from the same recycled
@@ -65,7 +67,7 @@ class TIDEConfig:
     compaction_threshold: float = 0.25
     mode: str = "exit"
     max_pending: int = 16
-    drafts: tuple[str, ...] = DRAFT_SOURCES
+    drafts: tuple[str, ...] = _DEFAULT_DRAFTS
     max_draft: int = 10
     max_tree: int = MOST_NODES
     share_recycled: bool = True

@@ -13,8 +13,8 @@ from tide.calibration.collect import Collection
 from tide.calibration.scores import Scores, in_part
 from tide.config import TIDEConfig
 from tide.decode.player import Setting
-from tide.decode.recycled import SUCCESSORS
 from tide.decode.replay import replay, speedups
+from tide.exits.heads import SUCCESSORS
 from tide.exits.recording import Recording
 from tide.exits.table import ContinuationTable
 from tide.models.costs import LoopCosts

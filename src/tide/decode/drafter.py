@@ -22,6 +22,7 @@ RETRY = 24  # steps between tries of what does not pay at present
 _LESS = 0.9  # of the nodes that paid, those that are still grown a step later
 _FEWEST = 4  # nodes that are grown even where none pay
 _SHORT = 8  # contexts of up to 2 ** 8 tokens cost about the same
+_Bucket = tuple[int, int]  # bits of the number of sequences, and of the longest context
 
 
 @dataclass
@@ -127,34 +128,47 @@ class PassCosts:
     """What a step to full depth costs, by the tokens that each sequence has in it.
 
     Kept by bucket, since a pass costs more with more sequences and longer contexts. A bucket starts
-    from what was measured before the first batch of that size, or from the nearest bucket, and
-    follows what steps really take.
+    from what was measured before the first batch of that size, and follows what steps really take.
+    Others start from the nearest bucket of that size, or of a larger one: batches shrink while they
+    are decoded.
     """
 
-    _seconds: dict[tuple[int, int], dict[int, float]] = field(default_factory=dict)
+    _seconds: dict[_Bucket, dict[int, float]] = field(default_factory=dict)
+    _measured: set[int] = field(default_factory=set)  # sizes of batches
+    _borrowed: set[_Bucket] = field(default_factory=set)  # from larger batches, not yet seen
 
     def known(self, sequences: int) -> bool:
-        """Whether something is known of batches of about this size."""
-        return any(size == sequences.bit_length() for size, _ in self._seconds)
+        """Whether passes of batches of about this size were measured."""
+        return sequences.bit_length() in self._measured
 
     def start(self, sequences: int, seconds: Mapping[int, float]) -> None:
         """Start from seconds by tokens, for batches of about this size and short contexts."""
-        self._seconds[sequences.bit_length(), _SHORT] = dict(seconds)
+        size = sequences.bit_length()
+        self._seconds = {bucket: s for bucket, s in self._seconds.items() if bucket[0] != size}
+        self._seconds[size, _SHORT] = dict(seconds)
+        self._measured.add(size)
 
     def of(self, batch: BatchState) -> dict[int, float]:
         """Seconds by tokens, for batches and contexts of about this size."""
-        bucket = len(batch.sequences).bit_length(), max(batch.longest.bit_length(), _SHORT)
+        bucket = _bucket(batch)
         if bucket not in self._seconds:
-            near = min(self._seconds, key=lambda b: _distance(b, bucket), default=None)
-            known = {} if near is None or near[0] != bucket[0] else self._seconds[near]
-            self._seconds[bucket] = dict(known)
+            larger = [other for other in self._seconds if other[0] >= bucket[0]]
+            near = min(larger, key=lambda other: _distance(other, bucket), default=None)
+            self._seconds[bucket] = {} if near is None else dict(self._seconds[near])
+            if near is not None and near[0] > bucket[0]:
+                self._borrowed.add(bucket)
         return self._seconds[bucket]
 
     def add(self, batch: BatchState, tokens: int, seconds: float) -> None:
         """Record what a step over `tokens` tokens of each sequence took."""
         if seconds <= 0:  # the clock jumped back
             return
-        known = self.of(batch)
+        known, bucket = self.of(batch), _bucket(batch)
+        if bucket in self._borrowed and 1 in known:
+            # How costs grow with length is kept; a smaller batch costs no more.
+            self._borrowed.discard(bucket)
+            level = min(seconds / pass_cost(known, tokens), 1.0)
+            known.update({length: level * cost for length, cost in known.items()})
         if tokens not in known:
             # Of the first as of others: it may have been a jump of the clock.
             known[tokens] = min(seconds, 2 * pass_cost(known, tokens)) if 1 in known else seconds
@@ -163,7 +177,11 @@ class PassCosts:
         known[tokens] += 0.1 * (min(seconds, 2 * old) - old)
 
 
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
+def _bucket(batch: BatchState) -> _Bucket:
+    return len(batch.sequences).bit_length(), max(batch.longest.bit_length(), _SHORT)
+
+
+def _distance(one: _Bucket, other: _Bucket) -> int:
     return 100 * abs(one[0] - other[0]) + abs(one[1] - other[1])
 
 
@@ -208,6 +226,11 @@ class Drafter:
     _since_undrafted: int = 0
     _paid: float = math.inf  # nodes of trees that paid lately; it fades
 
+    @property
+    def trees_pay(self) -> bool:
+        """Whether a tree paid lately, or none was tried yet."""
+        return self.fixed or self._paid >= 1
+
     def propose(
         self, batch: BatchState, sources: Mapping[int, Sequence[DraftSource] | TreeSource]
     ) -> None:
@@ -242,9 +265,9 @@ class Drafter:
         """Nodes of the trees to grow: some more than paid lately, and no more than were timed."""
         if self.fixed:
             return self.nodes
-        timed = self.costs.of(batch)
-        most = max(timed) - 1 if len(timed) > 1 else self.nodes
-        return min(self.nodes, most, max(_FEWEST, math.ceil(min(2 * self._paid, self.nodes))))
+        timed = max(self.costs.of(batch), default=1) - 1
+        lately = max(_FEWEST, math.ceil(min(2 * self._paid, self.nodes)))
+        return min(self.nodes, lately, max(_FEWEST, timed))
 
     def lengths(self, batch: BatchState, drafts: Mapping[int, Draft | DraftTree]) -> dict[int, int]:
         """How many tokens of each draft to take in this step."""

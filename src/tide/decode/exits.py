@@ -10,13 +10,12 @@ from pathlib import Path
 
 from tide.config import TIDEConfig
 from tide.decode.exit_stage import Exits
-from tide.decode.recycled import SuccessorHead
 from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.candidates import candidate_readout
 from tide.exits.checkpoint import Checkpoint
 from tide.exits.gate import ExitGate, OpenGate
-from tide.exits.heads import Readout, TargetHead
+from tide.exits.heads import Readout, SuccessorHead, TargetHead
 from tide.exits.policy import ScriptedPolicy
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds

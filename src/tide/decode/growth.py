@@ -14,7 +14,8 @@ from heapq import heappop, heappush
 
 from tide.decode.matches import LONGEST, ContextMatches
 from tide.decode.recycled import RecycledPredictions
-from tide.decode.tree import DraftTree, Origin
+from tide.decode.sources import CrossRequestNGrams
+from tide.decode.tree import NO_ORIGIN, DraftTree, Origin
 from tide.exits.table import ContinuationTable
 
 _HOPELESS = 0.004  # chance below which a node is not worth its place in any pass
@@ -37,12 +38,14 @@ class NodeRates:
         """The share of nodes that were accepted."""
         found = self._rates.get(origin)
         if found is None:
-            match, chance, pair, token = origin
-            missed = (1 - _CONTEXT[match]) * (1 - _TABLE[chance]) * (1 - _PAIR[pair])
-            if not pair:
-                missed *= 1 - _TOKEN[token]
-            found = self._rates[origin] = [_ASSUMED * (1 - missed), _ASSUMED]
+            found = self._rates[origin] = [_ASSUMED * _assumed(origin), _ASSUMED]
         return found[0] / found[1]
+
+    def forget(self, origin: Origin) -> None:
+        """Let what is known fade to what was assumed, so that such nodes are tried again."""
+        rate = self._rates[origin]
+        rate[0] = _FADE * rate[0] + (1 - _FADE) * _ASSUMED * _assumed(origin)
+        rate[1] = _FADE * rate[1] + (1 - _FADE) * _ASSUMED
 
     def record(self, tree: DraftTree) -> None:
         """Learn from a tree that is decided."""
@@ -55,6 +58,14 @@ class NodeRates:
                 rate[1] = rate[1] * _FADE + 1
 
 
+def _assumed(origin: Origin) -> float:
+    """The rate from which nodes with these sources behind them start."""
+    match, chance, pair, token, answer = origin
+    missed = (1 - _CONTEXT[match]) * (1 - _CONTEXT[answer]) * (1 - _TABLE[chance])
+    missed *= 1 - _PAIR[pair]
+    return 1 - (missed if pair else missed * (1 - _TOKEN[token]))
+
+
 @dataclass
 class TreeSource:
     """Grows the trees of one sequence.
@@ -64,12 +75,14 @@ class TreeSource:
         context: the sequence's own text; None to do without, as for the others.
         table: the artifact's.
         recycled: what full depth predicted lately; sequences may share it.
+        answers: of earlier calls; sequences share it.
     """
 
     rates: NodeRates
     context: ContextMatches | None
     table: ContinuationTable | None
     recycled: RecycledPredictions | None
+    answers: CrossRequestNGrams | None = None
 
     def grow(self, tokens: Sequence[int], nodes: int, depth: int) -> DraftTree:
         """A tree of up to `nodes` nodes that follows `tokens`, of paths up to `depth` long."""
@@ -87,6 +100,8 @@ class TreeSource:
                     if likely > _HOPELESS:
                         number += 1
                         heappush(ahead, (-likely, number, parent, token, origin))
+                    elif parent < 0:
+                        self.rates.forget(origin)
             if not ahead or len(tree.tokens) == nodes:
                 return tree
             negative, _, above, token, origin = heappop(ahead)
@@ -103,12 +118,15 @@ class TreeSource:
         found: dict[int, list[int]] = {}
         if self.context is not None:
             for token, match in self.context.followers(tokens, tail).items():
-                found[token] = [match, 0, 0, 0]
+                found[token] = [match, *NO_ORIGIN[1:]]
         if self.table is not None and (known := self.table.next(tail)) is not None:
-            found.setdefault(known[0], [0, 0, 0, 0])[1] = 1 + min(int(5 * known[1]), 4)
+            found.setdefault(known[0], [*NO_ORIGIN])[1] = 1 + min(int(5 * known[1]), 4)
         if self.recycled is not None:
             before = tail[-2] if len(tail) > 1 else -1
             for entry, successors in enumerate(self.recycled.after(before, tail[-1]), 2):
                 for rank, token in enumerate(successors, 1):
-                    found.setdefault(token, [0, 0, 0, 0])[entry] = rank
+                    found.setdefault(token, [*NO_ORIGIN])[entry] = rank
+        if self.answers is not None:
+            for token, match in self.answers.followers(tail).items():
+                found.setdefault(token, [*NO_ORIGIN])[4] = match
         return {token: tuple(origin) for token, origin in found.items()}  # type: ignore[misc]

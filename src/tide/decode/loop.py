@@ -60,7 +60,8 @@ class DecodeLoop:
         sequences = list(self.batch.sequences)
         self.verifier.verify(self.batch, last, states[:, -1:])
         self.end_step()
-        self.verifier.learn_prompts(sequences, states)  # the first token need not wait for it
+        if self.drafter.trees_pay:
+            self.verifier.learn_prompts(sequences, states)  # the first token need not wait for it
         del states
         while self.batch.sequences:
             self.step()

@@ -13,6 +13,7 @@ from tide.decode.drafter import Drafter
 from tide.decode.exit_stage import Exits
 from tide.decode.recycled import RecycledPredictions
 from tide.decode.sequence import SequenceState
+from tide.decode.sources import CrossRequestNGrams
 from tide.models.costs import LENGTHS, measure_passes
 from tide.models.runner import DepthRunner
 from tide.progress import bars
@@ -38,6 +39,7 @@ class Machinery:
         config: settings.
         drafter: remembers between calls.
         recycled: what full depth predicted lately, where calls share it.
+        answers: of earlier calls, if calls are to draft from them.
         costs: by sequences of a batch, what passes cost here; see `measure_passes`.
         clock: by which steps are timed.
     """
@@ -47,6 +49,7 @@ class Machinery:
     config: TIDEConfig
     drafter: Drafter
     recycled: RecycledPredictions = field(default_factory=RecycledPredictions)
+    answers: CrossRequestNGrams = field(default_factory=CrossRequestNGrams)
     costs: dict[int, dict[int, list[float]]] = field(default_factory=dict)
     clock: Callable[[], float] = time.perf_counter
 

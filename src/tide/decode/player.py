@@ -17,11 +17,12 @@ from tide.decode.batch import BatchState
 from tide.decode.drafter import Drafter, pass_cost
 from tide.decode.loop import DecodeLoop
 from tide.decode.machinery import Listener, Machinery
-from tide.decode.recycled import SUCCESSORS, RecycledPredictions
+from tide.decode.recycled import RecycledPredictions
 from tide.decode.sampler import Sampler
 from tide.decode.sequence import SequenceState
 from tide.decode.session import mode_of, sources_of
 from tide.decode.verify import Verifier
+from tide.exits.heads import SUCCESSORS
 from tide.exits.recording import Recording
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
@@ -137,9 +138,10 @@ class Player:
             sequences, self._segments, cache, self.setting.config.max_pending
         )
         runner: Any = self
-        recycled = None
-        if self.machinery.nodes and "recycled" in self.setting.config.drafts:
-            recycled = dict.fromkeys(documents, self.machinery.recycled)
+        config, recycled = self.setting.config, None
+        if self.machinery.nodes and "recycled" in config.drafts:
+            shared = self.machinery.recycled if config.share_recycled else None
+            recycled = {d: shared or _RecordedPredictions() for d in documents}
         verifier = Verifier(runner, runner, sampler, self.stats, audits=True, recycled=recycled)
         loop = DecodeLoop(
             self.machinery, batch, mode_of(self.machinery), verifier,

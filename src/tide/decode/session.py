@@ -19,12 +19,13 @@ from tide.decode.machinery import Listener, Machinery
 from tide.decode.matches import ContextMatches
 from tide.decode.modes import Exit, Lossless, Mode, Off
 from tide.decode.output import Output, sequences_of
-from tide.decode.recycled import RecycledPredictions, SuccessorHead
+from tide.decode.recycled import RecycledPredictions
 from tide.decode.sampler import Sampler, stateful
 from tide.decode.sequence import SequenceState
 from tide.decode.sources import DraftSource, draft_sources
 from tide.decode.verify import Verifier
 from tide.errors import UnsupportedGenerationError
+from tide.exits.heads import SuccessorHead
 from tide.stats import ExitStats
 
 
@@ -125,6 +126,11 @@ class DecodeSession:
         """The sequences, prompts included, `[sequences, length]`."""
         self._loop.run()
         self.sampler.finish(self.sequences)
+        if "cross-request" in self.machinery.config.drafts:
+            answers = self.machinery.answers
+            for sequence in self.sequences:
+                before = min(sequence.prompt, answers.n)
+                answers.learn(sequence.tokens[sequence.prompt - before :], before)
         return self._output.finish(self._input_ids)
 
     def losses(self, draw: random.Random, rate: float, stats: ExitStats) -> list[float | None]:
@@ -206,6 +212,7 @@ def sources_of(
         return {sequence.index: () for sequence in sequences}
     table = machinery.exits.table if "table" in config.drafts else None
     context = "context" in config.drafts
+    answers = machinery.answers if "cross-request" in config.drafts else None
     if machinery.nodes:
         rates = machinery.drafter.rates
         return {
@@ -214,10 +221,13 @@ def sources_of(
                 ContextMatches() if context else None,
                 table,
                 recycled[s.index] if recycled else None,
+                answers,
             )
             for s in sequences
         }
     return {
-        sequence.index: draft_sources(table, context=context, index=sequence.ngrams)
+        sequence.index: draft_sources(
+            table, context=context, index=sequence.ngrams, answers=answers
+        )
         for sequence in sequences
     }

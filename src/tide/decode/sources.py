@@ -105,20 +105,31 @@ class CrossRequestNGrams:
 
     def propose(self, tokens: Sequence[int], limit: int) -> Draft | None:
         """See `DraftSource.propose`."""
+        places = self._places(tokens)
+        if not places:
+            return None
+        follow = Counter(place.text[place.end] for _, place in places)
+        matched, count, best = max(
+            (matched, follow[place.text[place.end]], i) for i, (matched, place) in enumerate(places)
+        )
+        agree = "most" if 2 * count >= len(places) > 1 else "few"
+        _, (text, end) = places[best]
+        return Draft(f"cross-request {matched.bit_length()} {agree}", text[end : end + limit])
+
+    def followers(self, tail: Sequence[int]) -> dict[int, int]:
+        """Tokens that followed the end of `tail`, each with how much of it was the same before."""
+        found: dict[int, int] = {}
+        for matched, (text, end) in self._places(tail):
+            found[text[end]] = max(matched, found.get(text[end], 0))
+        return found
+
+    def _places(self, tokens: Sequence[int]) -> list[tuple[int, _Place]]:
+        """Where the last tokens occurred, each with how many of them did."""
         for n in self.orders:
             key = tuple(tokens[-n:])
             if len(key) == n and (places := self._new.get(key) or self._old.get(key)):
-                break
-        else:
-            return None
-        follow = Counter(place.text[place.end] for place in places)
-        matched, count, best = max(
-            (self._matched(tokens, place, n), follow[place.text[place.end]], i)
-            for i, place in enumerate(places)
-        )
-        agree = "most" if 2 * count >= len(places) > 1 else "few"
-        text, end = places[best]
-        return Draft(f"cross-request {matched.bit_length()} {agree}", text[end : end + limit])
+                return [(self._matched(tokens, place, n), place) for place in places]
+        return []
 
     def _matched(self, tokens: Sequence[int], place: _Place, n: int) -> int:
         """How many tokens before a place are the last ones of a sequence; `n` are known to be."""
@@ -148,7 +159,11 @@ class TableDrafts:
 
 
 def draft_sources(
-    table: ContinuationTable | None, *, context: bool = True, index: NGramIndex | None = None
+    table: ContinuationTable | None,
+    *,
+    context: bool = True,
+    index: NGramIndex | None = None,
+    answers: CrossRequestNGrams | None = None,
 ) -> list[DraftSource]:
     """Sources for one sequence.
 
@@ -156,6 +171,9 @@ def draft_sources(
         table: the artifact's; None to do without.
         context: whether to copy from the sequence's own text.
         index: of the sequence, if somebody else uses it too.
+        answers: to others; None to do without.
     """
     found: list[DraftSource] = [ContextNGrams(index)] if context else []
-    return [*found, TableDrafts(table)] if table is not None else found
+    if table is not None:
+        found.append(TableDrafts(table))
+    return found if answers is None else [*found, answers]

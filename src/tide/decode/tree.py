@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # What stands behind a node: tokens of a match in the text, fifths of the table's chance, rank among
-# recycled predictions after two tokens and after one; each 0 for nothing.
-Origin = tuple[int, int, int, int]
+# recycled predictions after two tokens and after one, tokens of a match in earlier answers; each 0
+# for nothing.
+Origin = tuple[int, int, int, int, int]
+NO_ORIGIN: Origin = (0, 0, 0, 0, 0)
 
 
 @dataclass

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tide.decode.batch import BatchState
 from tide.decode.host import to_host
-from tide.decode.recycled import SUCCESSORS, RecycledPredictions
+from tide.decode.recycled import RecycledPredictions
 from tide.decode.sampler import Sampler
 from tide.decode.schedule import Pass, run_pass
 from tide.decode.sequence import SequenceState
 from tide.errors import NumericsError
-from tide.exits.heads import TargetHead
+from tide.exits.heads import SUCCESSORS, TargetHead
 from tide.kernels.arithmetic import successors_of
 from tide.models.runner import DepthRunner
 from tide.stats import ExitStats, TokenRecord

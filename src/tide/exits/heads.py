@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from tide.errors import UnsupportedModelError
 from tide.exits.norms import hooked, known_norm
 from tide.kernels.arguments import Head, Norm
-from tide.kernels.arithmetic import top_of
+from tide.kernels.arithmetic import successors_of, top_of
 from tide.kernels.dispatch import fused
-from tide.kernels.operators import top_token
+from tide.kernels.operators import top_successors, top_token
 from tide.models.runner import logit_scales, scale_logits
+
+SUCCESSORS = 8  # likeliest tokens that are kept after each
 
 
 class Readout:
@@ -174,6 +176,30 @@ class TargetHead(nn.Module):
         wanted = (notes[..., 0] != 0).flatten().to(states.device)
         tokens, _ = self.readout.top(states.flatten(0, 1), wanted, scores=False)
         return tokens.unflatten(0, states.shape[:2])
+
+
+class SuccessorHead(TargetHead):
+    """What follows full depth: the tokens that it predicts, and the likeliest successors."""
+
+    def forward(self, states: Tensor, notes: Tensor) -> Tensor:
+        """The token after each that is wanted, then its likeliest successors.
+
+        Takes what `TargetHead.forward` takes.
+
+        Returns:
+            `[sequences, tokens, 1 + SUCCESSORS]`.
+        """
+        readout = self.readout
+        normed, wanted = readout.norm(states.flatten(0, 1)), (notes[..., 0] != 0).flatten()
+        weight, bias = readout.linear_head()
+        if weight is None:
+            logits = scale_logits(readout.config, readout.head(normed))
+            found = successors_of(logits, SUCCESSORS)
+        else:
+            normed, wanted = normed.to(weight.device), wanted.to(weight.device)
+            head = Head(weight, bias, *logit_scales(readout.config))
+            found = top_successors(normed, wanted, head, SUCCESSORS)
+        return found.unflatten(0, states.shape[:2])
 
 
 class ExitHead(nn.Module):

@@ -193,9 +193,7 @@ class TableProposer:
             moved = (old for old, one in self._requests.items() if old >= requests and matches(one))
             request = self._requests.pop(next(moved, -1), None)
         if request is None:
-            request = _Request(draft_sources(self._table))
-            if self._cross_request is not None:
-                request.sources.append(self._cross_request)
+            request = _Request(draft_sources(self._table, answers=self._cross_request))
         self._requests[index] = request
         accepted, follows = 0, len(request.tokens) == before
         if follows:
