@@ -47,7 +47,7 @@ def bars() -> list[Headline]:
 def methods() -> str:
     """Speed-up over the fastest way without TIDE, with ranges."""
     left, right, tall, top = 14, WIDTH - 14, 48, 12
-    most = max(h.high for h in bars())
+    most = max(h.high or h.speedup for h in bars())
     scale = (right - left - 40) / most
     parts = [HATCH]
     for i, of in enumerate(bars()):
@@ -64,7 +64,7 @@ def methods() -> str:
             parts.append(f'<rect fill="url(#h)" {box}/>')
         one, end = left + scale, left + width
         parts.append(f'<path class="axis" d="M{one:.1f} {y + 15}v24"/>')
-        if "over" not in of.spread:
+        if of.low is not None and of.high is not None:
             low, high = left + of.low * scale, left + of.high * scale
             middle = y + 27
             parts.append(

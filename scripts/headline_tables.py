@@ -22,8 +22,7 @@ class Headline(NamedTuple):
         method: ours.
         baseline: the fastest without us in the same run.
         speedup: over it.
-        low, high: the range of the speed-up, over what `spread` names.
-        spread: over what the range is.
+        low, high: the range of the speed-up; None where it was recorded over another baseline.
         output: how the output compares with undrafted full depth.
         source: the result file.
     """
@@ -35,9 +34,8 @@ class Headline(NamedTuple):
     method: str
     baseline: str
     speedup: float
-    low: float
-    high: float
-    spread: str
+    low: float | None
+    high: float | None
     output: str
     source: str
 
@@ -55,15 +53,14 @@ def _compiled(source: str, dtype: str, batch: int, method: str, name: str) -> He
     )
     ours = methods[method]
     low, speedup, high = ours["speedup_p20_p50_p80"]
-    spread = "prompts"
     if fastest != "HF compiled":  # ratios of prompts are recorded over HF compiled only
         speedup = ours["tokens_per_second"] / methods[fastest]["tokens_per_second"]
-        spread = "prompts, over HF compiled"
+        low = high = None
     output = f"exact: {ours['same_batches']}"
     if methods["HF compiled"]["same_batches"].split()[0] != ours["same_batches"].split()[-1]:
         output += f" (HF compiled: {methods['HF compiled']['same_batches'].split()[0]})"
     return Headline("HF", found["conditions"]["model"], dtype, batch, name, fastest, speedup, low,
-                    high, spread, output, source)  # fmt: skip
+                    high, output, source)  # fmt: skip
 
 
 def _exits(method: str, name: str) -> Headline:
@@ -75,8 +72,7 @@ def _exits(method: str, name: str) -> Headline:
     return Headline(
         "HF", found["conditions"]["model"], found["conditions"]["dtype"], 1, name,
         f"{fastest}, not compiled", methods[fastest]["ms_per_token"] / ours["ms_per_token"],
-        ours["per_prompt_speedup"]["p20"], ours["per_prompt_speedup"]["p80"],
-        "prompts, over HF eager",
+        None, None,
         f"{percent(ours['disagreement'])} of tokens differ, at most "
         f"{100 * ours['certificate']['risk']:g} % certified",
         "bench_smollm2",
@@ -93,8 +89,8 @@ def _vllm(batch: int, method: str, name: str) -> Headline:
         f"({fastest['method']}: {fastest['exact_match_outputs']})"
     )
     return Headline("vLLM", found["conditions"]["model"], found["conditions"]["dtype"], batch, name,
-                    fastest["method"], ours["speedup"], *ours["range_over_rounds"], "repeats",
-                    output, "vllm_drafts")  # fmt: skip
+                    fastest["method"], ours["speedup"], *ours["range_over_rounds"], output,
+                    "vllm_drafts")  # fmt: skip
 
 
 def headlines() -> list[Headline]:
@@ -109,7 +105,7 @@ def headlines() -> list[Headline]:
             "compiled_qwen2_5_coder_0_5b", "bfloat16", 1, chains, "lossless, chains, compiled"
         ),
         _exits("exit, risk 0.05", "exits, risk 0.05"),
-        _vllm(1, "drafts", "drafts"),
+        *(_vllm(batch, "drafts", "drafts") for batch in (1, 8)),
         *(_vllm(batch, other_answers, "drafts, cross-request") for batch in (1, 8, 32)),
     ]
 
@@ -117,7 +113,7 @@ def headlines() -> list[Headline]:
 def headline() -> str:
     rows = [
         (h.engine, f"{h.model.removesuffix('-Instruct')}, {short(h.dtype)}", h.batch, h.method,
-         h.baseline, times(h.speedup), f"{h.low:.2f} to {h.high:.2f}{_note(h)}", h.output)
+         h.baseline, times(h.speedup), _range(h), h.output)
         for h in headlines()
     ]  # fmt: skip
     head = ("engine", "model", "batch", "TIDE", "fastest without it", "speed-up", "range", "output")
@@ -129,8 +125,8 @@ def short(dtype: str) -> str:
     return {"bfloat16": "bf16", "float32": "fp32"}[dtype]
 
 
-def _note(of: Headline) -> str:
-    return f" ({of.spread.split(', ')[1]})" if ", " in of.spread else ""
+def _range(of: Headline) -> str:
+    return "not recorded" if of.low is None else f"{of.low:.2f} to {of.high:.2f}"
 
 
 def _conditions() -> str:

@@ -30,17 +30,20 @@ weights() { python scripts/weights.py "$1" | tail -1; }
 
 # What calibration makes; the other steps that take DIR need it.
 DIR=$WORK/smollm2
-[ -f "$WORK/prompts.jsonl" ] || python scripts/calibration_prompts.py "$WORK/prompts.jsonl"
-step calibration_smollm2 last_line $R/calibration_smollm2.json tide calibrate "$MODEL" -o "$DIR" \
-  --data "$WORK/prompts.jsonl" --dtype bfloat16 --threads 2 --work "$WORK/smollm2.work"
-step assess_smollm2 last_line $R/assess_smollm2.json tide assess "$MODEL" \
-  --data "$WORK/prompts.jsonl" --dtype bfloat16 --threads 2
+# on_prompts NAME COMMAND OPTIONS...: with calibration prompts, on a model by name.
+on_prompts() {
+  local name=$1 command=$2
+  shift 2
+  [ -f "$WORK/prompts.jsonl" ] || python scripts/calibration_prompts.py "$WORK/prompts.jsonl"
+  tide "$command" "$(weights "$name")" --data "$WORK/prompts.jsonl" --dtype bfloat16 --threads 2 "$@"
+}
+step calibration_smollm2 last_line $R/calibration_smollm2.json on_prompts smollm2 calibrate \
+  -o "$DIR" --work "$WORK/smollm2.work"
+step assess_smollm2 last_line $R/assess_smollm2.json on_prompts smollm2 assess
 for other in gemma3_270m qwen2_5_coder_0_5b; do
-  step assess_$other last_line $R/assess_$other.json tide assess "$(weights $other)" \
-    --data "$WORK/prompts.jsonl" --dtype bfloat16 --threads 2
-  step calibration_$other last_line $R/calibration_$other.json tide calibrate "$(weights $other)" \
-    -o "$WORK/$other" --data "$WORK/prompts.jsonl" --samples 64 --new-tokens 32 --dtype bfloat16 \
-    --threads 2
+  step assess_$other last_line $R/assess_$other.json on_prompts $other assess
+  step calibration_$other last_line $R/calibration_$other.json on_prompts $other calibrate \
+    -o "$WORK/$other" --samples 64 --new-tokens 32
 done
 
 # Certificates, and what they cost and gain.
@@ -50,10 +53,13 @@ step certificates_spec_bench python bench/certificates.py "$MODEL" "$DIR" --thre
 step certificates_gsm8k python bench/certificates.py "$MODEL" "$DIR" --threads 1 --certify gsm8k \
   --serve spec_bench --same 200 --sequences 300 --threshold-scale 0.125 0.25 0.5 1 2 --new 48 \
   --out $R/certificates_gsm8k.json
-[ -d "$WORK/draft" ] || tide export-draft "$MODEL" "$DIR" -o "$WORK/draft" || true
-step bench_smollm2 tide bench "$MODEL" "$WORK/certified" --dtype bfloat16 --threads 2 --data "$SPEC" \
-  --samples 26 --new-tokens 64 --threshold-scale 0.125 0.5 1 2 6 --risk 0.02 0.05 \
-  --draft "$WORK/draft" --out $R/bench_smollm2.json
+modes() {
+  [ -d "$WORK/draft" ] || tide export-draft "$MODEL" "$DIR" -o "$WORK/draft"
+  tide bench "$MODEL" "$WORK/certified" --dtype bfloat16 --threads 2 --data "$SPEC" --samples 26 \
+    --new-tokens 64 --threshold-scale 0.125 0.5 1 2 6 --risk 0.02 0.05 --draft "$WORK/draft" \
+    --out $R/bench_smollm2.json
+}
+step bench_smollm2 modes
 step attack tide bench "$MODEL" "$WORK/certified" --attack --risk 0.05 --dtype bfloat16 --threads 1 \
   --data "$SPEC" --samples 32 --new-tokens 32 --out $R/attack.json
 step lm_eval python bench/lm_eval_tasks.py "$MODEL" "$WORK/certified" --threads 1 --out $R/lm_eval.json
@@ -62,14 +68,29 @@ step noise_floor python bench/noise_floor.py "$MODEL" --threads 1 --prompts 26 -
 step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
 
 # Speed in transformers.
-step trees python bench/trees.py "$MODEL" --sizes 32 --out $R/trees.json
+hero() {
+  tide calibrate "$MODEL" -o "$WORK/hero" --data scripts/hero_prompts.jsonl --dtype float32 \
+    --threads 1 --interval 8 --samples 60 --new-tokens 56
+  python scripts/hero.py "$MODEL" "$WORK/hero"
+}
+step hero hero
+# trees MODEL NAME OPTIONS...: by the names of the model and of the result.
+trees() {
+  python bench/trees.py "$(weights "$1")" --sizes 32 --threads 1 --work "$WORK/$2.jsonl" \
+    --out "$R/$2.json" "${@:3}"
+}
+step trees trees smollm2 trees --artifact "$WORK/hero" \
+  --only "prompt lookup" chain "tree, 32 nodes" "tree, 32 nodes + table"
+step trees_qwen2_5_coder_0_5b trees qwen2_5_coder_0_5b trees_qwen2_5_coder_0_5b \
+  --only "prompt lookup" chain "tree, 32 nodes"
 step trees_speed python bench/compiled.py "$MODEL" --dtype bfloat16 --batch 1 --exits 0 \
   --out $R/trees_speed.json
 step compiled python bench/compiled.py "$MODEL" --out $R/compiled.json
 step compiled_cold env TORCHINDUCTOR_CACHE_DIR="$(mktemp -d)" python bench/compiled.py "$MODEL" \
-  --dtype bfloat16 --batch 1 --prompts 6 --exits 0 --out $R/compiled_cold.json
-step compiled_qwen2_5_coder_0_5b python bench/compiled.py "$(weights qwen2_5_coder_0_5b)" \
-  --dtype bfloat16 --batch 1 --prompts 6 --exits 0 --out $R/compiled_qwen2_5_coder_0_5b.json
+  --dtype float32 --batch 1 --prompts 6 --exits 0 --out $R/compiled_cold.json
+qwen() { "$@" "$(weights qwen2_5_coder_0_5b)"; }
+step compiled_qwen2_5_coder_0_5b qwen python bench/compiled.py --dtype bfloat16 --batch 1 \
+  --prompts 6 --exits 0 --out $R/compiled_qwen2_5_coder_0_5b.json
 step lossless python bench/lossless.py "$MODEL" --artifact "$DIR" --out $R/lossless.json
 step decode_limit_smollm2 python bench/decode_limit.py "$MODEL" --repeats 7 \
   --out $R/decode_limit_smollm2.json
@@ -79,12 +100,6 @@ step decode_limit_random_bf16 python bench/decode_limit.py random-llama-2048x16 
   --batch 1 --new 16 --repeats 6 --out $R/decode_limit_random_bf16.json
 step runner_overhead python bench/runner_overhead.py "$MODEL" --out $R/runner_overhead.json
 step quickstart python scripts/quickstart_times.py "$MODEL"
-hero() {
-  tide calibrate "$MODEL" -o "$WORK/hero" --data scripts/hero_prompts.jsonl --dtype float32 \
-    --threads 1 --interval 8 --samples 60 --new-tokens 56
-  python scripts/hero.py "$MODEL" "$WORK/hero"
-}
-step hero hero
 step step_costs python bench/step_costs.py "$MODEL" --artifact "$WORK/hero" --new 48 \
   --out $R/step_costs.json
 

@@ -15,11 +15,12 @@ from test_drafter import batch_of
 from test_generate import GREEDY, prompts
 from test_generate import engine as with_exits
 from tide.config import TIDEConfig
-from tide.decode.drafter import Drafter, PassCosts
+from tide.decode.drafter import Drafter
 from tide.decode.exits import TreeWarning
 from tide.decode.growth import NodeRates, TreeSource
 from tide.decode.loop import DecodeLoop
 from tide.decode.matches import ContextMatches
+from tide.decode.pass_costs import PassCosts
 from tide.decode.recycled import RecycledPredictions
 from tide.decode.sources import CrossRequestNGrams
 from tide.decode.tree import NO_ORIGIN, DraftTree

@@ -16,8 +16,9 @@ from test_generate import engine
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.decode.batch import BatchState
-from tide.decode.drafter import RETRY, Acceptance, Drafter, OnlineComparison, PassCosts
+from tide.decode.drafter import RETRY, Acceptance, Drafter, OnlineComparison
 from tide.decode.growth import NodeRates, TreeSource
+from tide.decode.pass_costs import PassCosts
 from tide.decode.sequence import SequenceState
 from tide.decode.sources import Draft, draft_sources
 from tide.decode.tree import DraftTree

@@ -44,12 +44,13 @@ class TIDEConfig:
         max_pending: most tokens of a sequence that may wait for a deep pass.
         drafts: draft sources: "context" (n-grams of the sequence itself), "table" (of the
             artifact), "exit" (the exit heads, where no other source has a draft), "recycled" (in
-            trees, what full depth lately predicted after the same tokens) and, only if you ask for
-            it, "cross-request" (n-grams of answers in earlier calls of the engine).
+            trees, what full depth lately predicted after the same tokens) and, not by
+            default, "cross-request" (n-grams of answers in earlier calls of the engine).
         max_draft: most tokens that are drafted one after the other.
         max_tree: most nodes of a draft tree, in mode "lossless"; 0 to draft chains only.
         share_recycled: let all sequences and calls of an engine draft from the same recycled
-            predictions. False if users must not learn of each other by how fast they are served.
+            predictions. False if users must not learn what others were told by how fast they are
+            served. How often drafts are accepted, and what passes cost, is shared in any case.
         prefill_exit: let prompt tokens exit too.
         audit_tail: when a sequence ends, run a last deep pass so that every exited token was
             audited.

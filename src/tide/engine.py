@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,9 +111,7 @@ class TIDE:
         self._machinery = Machinery(self.runner, exits(self.config), self.config, self.drafter)
         self.plan = make_plan(self._machinery, made.recording, batch)
         if self.config.mode == "auto" and self.plan.config.mode == "lossless":
-            # Trees want more of the head. What was compiled for the gates is kept.
-            head = exits(self.plan.config).target_head
-            self._machinery.exits = replace(self._machinery.exits, target_head=head)
+            self._machinery.exits.target_head = exits(self.plan.config).target_head  # for trees
         self.config = self._machinery.config = self.plan.config
         self.costs, self.last_stats = self._machinery.costs, ExitStats(self.runner.n_layers)
 

@@ -14,9 +14,10 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from tide.config import TIDEConfig
 from tide.decode.batch import BatchState
-from tide.decode.drafter import Drafter, pass_cost
+from tide.decode.drafter import Drafter
 from tide.decode.loop import DecodeLoop
 from tide.decode.machinery import Listener, Machinery
+from tide.decode.pass_costs import pass_cost
 from tide.decode.recycled import RecycledPredictions
 from tide.decode.sampler import Sampler
 from tide.decode.sequence import SequenceState

@@ -39,7 +39,9 @@ def vllm_version() -> Version:
             return Version(version(name))
         except PackageNotFoundError:
             continue
-    raise UnsupportedModelError("vLLM is not installed. Install it: `pip install vllm`.")
+    raise UnsupportedModelError(
+        "vLLM is not installed. Install it: `pip install 'vllm>=0.32,<0.33'`."
+    )
 
 
 def require_version() -> None:
