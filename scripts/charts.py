@@ -132,7 +132,7 @@ def tradeoff() -> str:
 def depth() -> str:
     """Tokens that full depth predicts already, against the share of the layers that ran."""
     found = [read(f"assess_{name}") for name in MODELS]
-    left, right, top, bottom = 44, WIDTH - 16, 16, 250
+    left, right, top, bottom = 44, WIDTH - 16, 34, 268
 
     def x_of(share: float) -> float:
         return left + share * (right - left)
@@ -140,7 +140,7 @@ def depth() -> str:
     def y_of(share: float) -> float:
         return bottom - share * (bottom - top)
 
-    parts = []
+    parts = [_text(4, 16, "tokens that full depth predicts already", "small muted")]
     for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
         parts.append(f'<path class="grid" d="M{left} {y_of(tick):.1f}H{right}"/>')
         parts.append(_text(left - 6, y_of(tick) + 4, f"{100 * tick:.0f} %", "small muted", "end"))

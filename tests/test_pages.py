@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,12 @@ COLOURS = """() => {
     const fill = of => getComputedStyle(of).fill;
     return [...document.querySelectorAll("text:not(.oncell)")].map(t => [fill(t), fill(paper)]);
 }"""
+
+# Parts of a page of the documentation that are cut off at the right.
+OVERFLOWING = """() => [...document.querySelectorAll(".md-content *")]
+    .filter(part => part.getBoundingClientRect().right > innerWidth + 1)
+    .filter(part => !part.closest(".md-typeset__scrollwrap, pre"))
+    .map(part => part.outerHTML.slice(0, 80))"""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +78,26 @@ def test_pictures(open_page: Any, tmp_path: Path, scheme: str) -> None:
         page.goto(path.as_uri())
         pairs = page.evaluate(COLOURS)
         assert all(contrast(*map(hexadecimal, pair)) >= 4.5 for pair in pairs), path.name
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documentation, built."""
+    folder: Path = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def test_the_documentation_fits(open_page: Any, site: Path) -> None:
+    """Every page of it, light and dark; wide tables and code scroll by themselves."""
+    pages = sorted(site.rglob("index.html"))
+    assert len(pages) > 20
+    for path in pages:
+        page = open_page(path)
+        for scheme in ("dark", "light"):
+            page.emulate_media(color_scheme=scheme)
+            assert page.evaluate(OVERFLOWING) == [], (path.parent.name, scheme)
 
 
 def hexadecimal(colour: str) -> str:
