@@ -9,7 +9,8 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,39 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
         return {"p50_ms": round(1e3 * seconds[0], 3)}
     cuts = statistics.quantiles(seconds, n=10, method="inclusive")
     return {f"p{p}_ms": round(1e3 * cuts[p // 10 - 1], 3) for p in (20, 50, 80)}
+
+
+class Stopwatch:
+    """Seconds spent in functions, from the time it is made; what one calls counts for both.
+
+    Args:
+        parts: by the name under which they are counted, methods as the class and their name.
+        within: the part in which the others must be called to count; None to count them always.
+    """
+
+    def __init__(
+        self, parts: Mapping[str, Sequence[tuple[type, str]]], within: str | None = None
+    ) -> None:
+        self.seconds: Counter[str] = Counter()
+        self._within, self._running = within, within is None
+        for part, methods in parts.items():
+            for owner, name in methods:
+                setattr(owner, name, self._timed(part, getattr(owner, name)))
+
+    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            began = time.perf_counter()
+            if part == self._within:
+                self._running = True
+            try:
+                return function(*args)
+            finally:
+                if self._running:
+                    self.seconds[part] += time.perf_counter() - began
+                if part == self._within:
+                    self._running = False
+
+        return call
 
 
 class MemorySlope:

@@ -10,14 +10,11 @@ beside the passes: drafting, preparing a pass, committing.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from measure import chat, parser, report, spec_bench
+from measure import Stopwatch, chat, parser, report, spec_bench
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,37 +22,15 @@ from tide.config import TIDEConfig
 from tide.decode.loop import DecodeLoop
 from tide.engine import TIDE
 from tide.exits.gate import ExitGate
-from tide.models.runner import DepthRunner
+from tide.exits.heads import SuccessorHead, TargetHead
+from tide.models.segments import SegmentRunner
 
-
-class StepClock:
-    """Seconds of decode steps by part, from the time it is made."""
-
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self._in_step = False
-        step = DecodeLoop.step
-        DecodeLoop.step = lambda loop: self._step(step, loop)  # type: ignore[method-assign]
-        DepthRunner._forward_then = lambda *args: self._forward_then(*args)  # type: ignore
-
-    def _step(self, step: Callable[[DecodeLoop], None], loop: DecodeLoop) -> None:
-        began, self._in_step = time.perf_counter(), True
-        step(loop)
-        self._in_step = False
-        self.seconds["all"] += time.perf_counter() - began
-
-    def _forward_then(
-        self, runner: Any, then: Any, hidden: Any, chunk: Any, cache: Any
-    ) -> tuple[Any, Any]:
-        began = time.perf_counter()
-        states = runner._forward(hidden, chunk, cache)
-        between = time.perf_counter()
-        result = None if then is None else then(states, chunk.places.notes)
-        if self._in_step:
-            self.seconds["layers"] += between - began
-            part = "gates" if isinstance(then, ExitGate) else "head"
-            self.seconds[part] += time.perf_counter() - between
-        return states, result
+PARTS = {
+    "all": [(DecodeLoop, "step")],
+    "layers": [(SegmentRunner, "_forward")],
+    "head": [(TargetHead, "forward"), (SuccessorHead, "forward")],
+    "gates": [(ExitGate, "forward")],
+}
 
 
 def main() -> None:
@@ -75,7 +50,7 @@ def main() -> None:
         "exits and drafts": TIDEConfig(mode="exit"),
     }
     engines = {name: TIDE(model, args.artifact, config) for name, config in configs.items()}
-    clock = StepClock()
+    clock = Stopwatch(PARTS, within="all")
     spent: dict[str, Counter[str]] = {name: Counter() for name in engines}
     for turn, question in enumerate(track([*spec_bench(1), *spec_bench(args.prompts)])):
         prompt = chat(tokenizer, [question["text"]])

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from measure import chat, parser, report, spec_bench
+from measure import Stopwatch, chat, parser, report, spec_bench
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,29 +39,11 @@ from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.models.locate import locate
 
-
-class HostTime:
-    """Seconds that the host spends on draft trees: growing, deciding and learning from them."""
-
-    OF = (
-        (Drafter, "propose"), (DraftTree, "decide"), (NodeRates, "record"),
-        (RecycledPredictions, "learn"),
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        for owner, name in self.OF:
-            setattr(owner, name, self._timed(getattr(owner, name)))
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return function(*args)
-            finally:
-                self.seconds += time.perf_counter() - began
-
-        return call
+# What the host does for draft trees: growing, deciding and learning from them.
+HOST = [
+    (Drafter, "propose"), (DraftTree, "decide"), (NodeRates, "record"),
+    (RecycledPredictions, "learn"),
+]  # fmt: skip
 
 
 class OneBranch(TreeSource):
@@ -179,18 +161,19 @@ def count(
         nonlocal passes
         passes += 1
 
-    host = HostTime()
+    watch = Stopwatch({"host": HOST})
     locate(model).layers[0].register_forward_hook(one_more)
 
     for question in track(questions, description="Prompts"):
         prompt, found, texts = chat(tokenizer, [question["text"]]), {}, {}
         for name, method in methods.items():
-            passes, host.seconds, began = 0, 0.0, time.perf_counter()
+            passes, began = 0, time.perf_counter()
+            watch.seconds.clear()
             texts[name] = new = method(prompt)[0, prompt["input_ids"].shape[1] :].tolist()
             # The prompt's pass gives the first token.
             found[name] = Count(
                 question["category"], len(new) - 1, passes - 1, time.perf_counter() - began,
-                host.seconds, True,
+                watch.seconds["host"], True,
             )  # fmt: skip
         if "prompt lookup" not in texts or any(t != texts["prompt lookup"] for t in texts.values()):
             expected = model.generate(**prompt, **greedy)[0, prompt["input_ids"].shape[1] :]
