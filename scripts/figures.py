@@ -80,6 +80,11 @@ def _compiled(method: str, dtype: str, name: str = "compiled") -> str:
     return times(_method(rows, method)["speedup_p20_p50_p80"][1])
 
 
+def _one_branch(method: str) -> str:
+    found = read("trees_one_branch")["results"]["methods"]
+    return next(f"{m['tokens_per_pass']:.2f}" for m in found if m["method"] == method)
+
+
 def _trees() -> dict[str, dict[str, Any]]:
     return {m["method"]: m for m in read("trees_speed")["results"]["methods"]}
 
@@ -128,7 +133,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "compiled_bf16": lambda: _compiled("lossless, compiled", "bfloat16"),
     "trees_bf16": lambda: _compiled("lossless, trees, compiled", "bfloat16", "trees_speed"),
+    "trees_no_amx": lambda: _compiled("lossless, trees, compiled", "float32", "compiled_no_amx"),
     "trees_over_eager": _over_eager,
+    "one_branch": lambda: _one_branch("one branch, 10 nodes"),
+    "one_branch_chain": lambda: _one_branch("chain"),
+    "one_branch_prompts": lambda: str(read("trees_one_branch")["conditions"]["prompts"]),
     "trees_off": lambda: _compiled("off, compiled", "bfloat16", "trees_speed"),
     "trees_uncompiled": lambda: _compiled("lossless, trees", "bfloat16", "trees_speed"),
     "trees_first_call": lambda: (

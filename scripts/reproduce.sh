@@ -81,11 +81,15 @@ trees() {
 }
 step trees trees smollm2 trees --artifact "$WORK/hero" \
   --only "prompt lookup" chain "tree, 32 nodes" "tree, 32 nodes + table"
+step trees_one_branch trees smollm2 trees_one_branch --prompts 38 --only chain "one branch, 10 nodes"
 step trees_qwen2_5_coder_0_5b trees qwen2_5_coder_0_5b trees_qwen2_5_coder_0_5b \
   --only "prompt lookup" chain "tree, 32 nodes"
 step trees_speed python bench/compiled.py "$MODEL" --dtype bfloat16 --batch 1 --exits 0 \
   --out $R/trees_speed.json
 step compiled python bench/compiled.py "$MODEL" --out $R/compiled.json
+# On a CPU without amx_bf16.
+step compiled_no_amx python bench/compiled.py "$MODEL" --dtype float32 --batch 1 --prompts 12 \
+  --exits 0 --out $R/compiled_no_amx.json
 step compiled_cold env TORCHINDUCTOR_CACHE_DIR="$(mktemp -d)" python bench/compiled.py "$MODEL" \
   --dtype float32 --batch 1 --prompts 6 --exits 0 --out $R/compiled_cold.json
 qwen() { "$@" "$(weights qwen2_5_coder_0_5b)"; }

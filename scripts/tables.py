@@ -46,6 +46,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trees": lambda: trees.tokens_per_pass("trees"),
     "trees_qwen": lambda: trees.tokens_per_pass("trees_qwen2_5_coder_0_5b"),
     "trees_speed": lambda: speed.compiled("trees_speed"),
+    "compiled_no_amx": lambda: speed.compiled("compiled_no_amx"),
     "trees_computed": trees.computed,
     "scale_exits": scale.exits,
     "step_costs": speed.step_costs,
