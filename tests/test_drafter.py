@@ -191,6 +191,15 @@ def test_a_batch_that_shrinks_starts_from_what_the_larger_one_cost() -> None:
     assert costs.known(1) and costs.of(one) == {1: 0.5, 8: 0.6}
 
 
+def test_what_was_measured_is_not_taken_for_borrowed() -> None:
+    costs, one = PassCosts(), batch_of(1, 10)
+    costs.start(32, {1: 4.0, 8: 6.0})
+    costs.of(one)  # borrowed, and the batch ended before a step was timed
+    costs.start(1, {1: 0.5, 8: 0.6})
+    costs.add(one, 1, 0.25)
+    assert costs.of(one) == {1: pytest.approx(0.475), 8: 0.6}
+
+
 def test_no_tree_is_larger_than_what_was_measured() -> None:
     asked = []
 

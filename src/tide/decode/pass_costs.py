@@ -34,6 +34,7 @@ class PassCosts:
         size = sequences.bit_length()
         self._seconds = {bucket: s for bucket, s in self._seconds.items() if bucket[0] != size}
         self._seconds[size, _SHORT] = dict(seconds)
+        self._borrowed = {bucket for bucket in self._borrowed if bucket[0] != size}
         self._measured.add(size)
 
     def of(self, batch: BatchState) -> dict[int, float]:
