@@ -34,10 +34,10 @@ from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
 from tide.vllm.settings import Settings
 from tiny import tiny_model
+from vllm_cases import case
 
 aiohttp = pytest.importorskip("aiohttp", reason="comes with vLLM")
 
-CASES = Path(__file__).parent / "vllm_cases.py"
 NEW = 16
 COMPILED = {"enforce_eager": False}  # as vLLM starts by default
 
@@ -49,15 +49,6 @@ pytestmark = [
         reason="vLLM is not installed; see docs/vllm.md",
     ),
 ]
-
-
-def case(name: str, **given: Any) -> Any:
-    """Run a case; its result is the last line of its output."""
-    done = subprocess.run(
-        [sys.executable, str(CASES), name, json.dumps(given)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def added(*counts: list[int]) -> list[int]:

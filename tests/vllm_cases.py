@@ -1,26 +1,53 @@
-"""The vLLM cases of `test_vllm.py`: one per process, its result as the last line of output.
-
-python tests/vllm_cases.py CASE '{"model": ..., ...}'
-"""
+"""The vLLM cases of `test_vllm.py`: one per process, forked from one that has imported vLLM."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
+import tempfile
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    OMP_NUM_THREADS="1",
-    HF_HUB_OFFLINE="1",
-)
-# vLLM then traces each graph once, without guards, as always, but does not fuse it: seconds instead
-# of minutes.
-os.environ.setdefault("VLLM_CPU_CI_ENV", "1")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+# Importing these takes as long as a case.
+PRELOADED = [
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.llama",
+]
+
+
+def case(name: str, **given: Any) -> Any:
+    """Run a function of this file in a process of its own; its result, as JSON gives it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.NamedTemporaryFile("r") as log:
+        process = context.Process(target=_run, args=(name, given, log.name, sender))
+        process.start()
+        sender.close()
+        try:
+            return json.loads(receiver.recv())
+        except EOFError:
+            raise AssertionError(f"{name} failed:\n{log.read()[-3000:]}") from None
+        finally:
+            process.join()
+
+
+def _run(name: str, given: dict[str, Any], log: str, result: Any) -> None:
+    # vLLM then traces each graph once, without guards, as always, but does not fuse it: seconds
+    # instead of minutes.
+    inductor = bool(given.pop("inductor", False))
+    os.environ.update(ENVIRONMENT, VLLM_CPU_CI_ENV=str(int(not inductor)))
+    with open(log, "w") as out:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(out.fileno(), stream.fileno())
+    result.send(json.dumps(globals()[name](given)))
 
 
 def start(given: dict[str, Any], **options: Any) -> Any:
@@ -112,7 +139,7 @@ def answer(given: dict[str, Any]) -> Any:
             "exits": model.tide.exits, "tokens": counts.tokens, "fills": counts.fills,
             "seen": seen, "attended": attended, "stored": stored, "graphs": graphs(),
             "units": 2 * len(model.tide.units.layers) - 1,
-            "audited": model.tide.monitor.sequences if model.tide.monitor else None,
+            "audited": model.tide.audit.monitor.sequences if model.tide.audit.monitor else None,
         }  # fmt: skip
     names = ("vllm:num_preemptions", "vllm:spec_decode_num_accepted_tokens")
     found["metrics"] = {
@@ -223,9 +250,3 @@ def target_matches(given: dict[str, Any]) -> Any:
         after = range(start_at, len(text))
         found.append([output.prompt_logprobs[i][text[i]].rank == 1 for i in after])
     return found
-
-
-if __name__ == "__main__":
-    if json.loads(sys.argv[2]).get("inductor"):
-        os.environ["VLLM_CPU_CI_ENV"] = "0"
-    print(json.dumps(globals()[sys.argv[1]](json.loads(sys.argv[2]))))
