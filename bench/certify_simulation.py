@@ -69,8 +69,11 @@ class Draw:
         self._coins = rng.random((sequences, NEW - 1))  # the prompt gives the first token
 
     def exits(self, scale: float) -> np.ndarray:
-        """Which tokens exit, `[sequences, tokens after the first]`."""
-        share = TRUE_RISKS[scale] * NEW / (NEW - 1)
+        """Which tokens exit at a setting, `[sequences, tokens after the first]`."""
+        return self.share(TRUE_RISKS[scale] * NEW / (NEW - 1))
+
+    def share(self, share: float) -> np.ndarray:
+        """Which tokens exit if a share does on average, `[sequences, tokens after the first]`."""
         rates = beta.ppf(self._hard, CONCENTRATION * share, CONCENTRATION * (1 - share))
         return self._coins < rates[:, None]
 
@@ -123,7 +126,7 @@ def main() -> None:
         "conditions": {
             "risk": RISK, "delta": DELTA, "certifications": args.runs, "sequences": args.sequences,
             "new_tokens": NEW, "concentration": CONCENTRATION, "seed": args.seed,
-            "torch": torch.__version__,
+            "torch": torch.__version__, "tide": tide.__version__,
         },
         "certified_by_true_risk": {f"{risk:g}": certified[risk] for risk in sorted(certified)},
         "broken": broken,

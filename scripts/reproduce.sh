@@ -122,5 +122,6 @@ step faults_worker python bench/faults.py worker --model "$MODEL" --out $R/fault
 step soak_threads python bench/soak.py "$MODEL" threads --out $R/soak_threads.json
 step soak_serve python bench/soak.py "$MODEL" serve --out $R/soak_serve.json
 step certify_simulation python bench/certify_simulation.py --out $R/certify_simulation.json
+step vllm_simulation python bench/vllm_simulation.py --out $R/vllm_simulation.json
 step long_context python bench/long_context.py --out $R/long_context.json
 step kernels tide kernels --target all --out $R/kernels.json

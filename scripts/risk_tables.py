@@ -30,6 +30,21 @@ def simulation() -> str:
 
 def certify_simulation() -> str:
     found = read("certify_simulation")
+    return _certified(found) + conditions(found["conditions"])
+
+
+def vllm_simulation() -> str:
+    found = read("vllm_simulation")
+    rows = [
+        (f"{row['times_the_bound']:g} times the bound", *_fired(row["vllm"]), *_fired(row["alone"]))
+        for row in found["monitor"]
+    ]
+    head = ("true risk", "fired in vLLM", "after requests", "fired alone", "after requests")
+    return _certified(found) + "\n\n" + table(head, rows) + conditions(found["conditions"])
+
+
+def _certified(found: dict[str, Any]) -> str:
+    """Which settings were certified, and how often that broke the bound."""
     given = found["conditions"]
     rows = [
         (
@@ -39,11 +54,16 @@ def certify_simulation() -> str:
         for risk, count in found["certified_by_true_risk"].items()
     ]  # fmt: skip
     head = ("true risk of the certified setting", "certifications", "bound broken")
-    note = (
+    return table(head, rows) + (
         f"\n\nBroken in {found['broken']} of {given['certifications']} certifications; on average, "
         f"delta allows {percent(given['delta'])}."
     )
-    return table(head, rows) + note + conditions(given)
+
+
+def _fired(of: dict[str, Any]) -> tuple[str, str]:
+    """How often monitors fired, and after how many requests in the median."""
+    after = of["median_requests_until_fired"]
+    return percent(of["share_that_fired"]), "" if after is None else f"{after:.0f}"
 
 
 def certificates() -> str:

@@ -66,6 +66,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration_others": calibration.other_models,
     "risk_simulation": risk.simulation,
     "certify_simulation": risk.certify_simulation,
+    "vllm_simulation": risk.vllm_simulation,
     "certificates": risk.certificates,
     "noise_floor": risk.noise_floor,
     "attack": risk.attack,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import random
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,9 +20,9 @@ from vllm.forward_context import (
 )
 
 from tide.errors import UnsupportedModelError
-from tide.risk import DriftMonitor
 from tide.stats import LayerCounts
 from tide.vllm.active import ActiveTokens
+from tide.vllm.audit import Audit
 from tide.vllm.gates import Gates
 from tide.vllm.metadata import Requests, can_subset, with_requests, with_slots
 from tide.vllm.metrics import Metrics
@@ -50,8 +48,7 @@ class DepthForward:
         exits: tokens that exited after each layer.
         units: the segments between checkpoints.
         payoff: whether the gates are worth evaluating; None until costs are measured.
-        monitor: the drift monitor; None without a certificate.
-        tripped: whether drift has turned exits off.
+        audit: compares exits with full depth, and may turn them off.
     """
 
     def __init__(self, model: Any, vllm_config: Any, settings: Settings) -> None:
@@ -59,11 +56,8 @@ class DepthForward:
         self.layers = list(self.decoder.layers)
         self.counts = LayerCounts.zeros(len(self.layers))
         self.exits: dict[int, int] = {}
-        self.monitor: DriftMonitor | None = None
         self.payoff: Payoff | None = None
-        self.tripped = False
         self._ready = False
-        self._draw = random.Random(0)
         self._attention = [layer.self_attn.attn for layer in self.layers]
         self._without_attention = [without_attention(layer) for layer in self.layers]
         self._by_name = {attn.layer_name: attn for attn in self._attention}
@@ -74,14 +68,12 @@ class DepthForward:
                     "attention, so a token cannot store its KV without attending. Choose another "
                     "with --attention-backend."
                 )
-        self._logits: Callable[[Tensor], Tensor] = model.compute_logits
         self.gates = Gates(model, self._attention, vllm_config, settings)
         begins = [0, *(checkpoint.layer + 1 for checkpoint in self.gates.checkpoints)]
         self.units = Units(self.decoder, vllm_config, [*begins, len(self.layers)])
         self._most = int(vllm_config.scheduler_config.max_num_seqs)
-        if settings.risk is not None and not settings.uncertified:
-            self.monitor = DriftMonitor(settings.risk, settings.delta)
         self.metrics = Metrics(self.counts, self.exits)
+        self.audit = Audit(settings, self.metrics, model.compute_logits)
 
     # ---- the pass
 
@@ -95,9 +87,9 @@ class DepthForward:
         if requests is None:  # vLLM warms up
             return self.units.warm_up(positions, hidden)
         decoding = requests.decoding() if self.gates.checkpoints else []
-        if self.gates.checkpoints and not self.tripped:
+        if self.gates.checkpoints and not self.audit.tripped:
             self.gates.remember(requests, ids)
-        if not decoding or self.tripped or not self._pays(len(decoding)):
+        if not decoding or self.audit.tripped or not self._pays(len(decoding)):
             active = ActiveTokens.all_of(hidden, positions, context)
             for number in range(len(self.units.layers)):
                 self._run(number, active)
@@ -126,9 +118,7 @@ class DepthForward:
         """
         token_of = requests.starts[:-1].long()
         # Audited requests run at full depth -> the normed state that their exit head returned.
-        audits: dict[int, Tensor | None] = dict.fromkeys(
-            request for request in candidates if self._draw.random() < self.settings.audit_rate
-        )
+        audits, decoding = self.audit.choose(candidates), candidates
         self._run(0, active)
         for number, checkpoint in enumerate(self.gates.checkpoints):
             places = torch.searchsorted(active.tokens, token_of[candidates])
@@ -156,8 +146,7 @@ class DepthForward:
             self._run(number + 1, active)
         if len(active.tokens):
             out[active.tokens] = active.hidden
-        if audits:
-            self._audit(audits, out[token_of])
+        self.audit.note(self.audit.compare(audits, out[token_of]), requests, decoding)
 
     def _run(self, number: int, active: ActiveTokens) -> None:
         """Run a segment for the active tokens."""
@@ -259,30 +248,3 @@ class DepthForward:
     def _pays(self, requests: int) -> bool:
         """Whether the gates are worth evaluating for so many requests."""
         return self.payoff is None or self.payoff.pays(requests)
-
-    # ---- the audit
-
-    def _audit(self, audits: Mapping[int, Tensor | None], last: Tensor) -> None:
-        """Compare the predicted tokens of audited requests with the target tokens.
-
-        Args:
-            audits: by request, the normed state of its exit; None if it passed no gate.
-            last: the normed state at full depth of every request, `[n, hidden]`.
-        """
-        for request, read in audits.items():
-            differs, verdict = 0.0, "continued"
-            if read is not None:
-                predicted, target = self._logits(torch.stack([read, last[request]])).argmax(-1)
-                differs = float(predicted != target)
-                verdict = "differs" if differs else "same"
-            self.metrics.audit(verdict)
-            if self.monitor is not None and not self.monitor.fired and self.monitor.add(differs):
-                self.tripped = self.settings.on_drift == "full_depth"
-                logger.warning(
-                    "TIDE: %.2f%% of %d audited tokens differ from full depth; the certified bound "
-                    "is %.2f%%. %s Certify on prompts like these with `tide certify`.",
-                    100 * (self.monitor.estimate or 0.0), self.monitor.sequences,
-                    100 * self.monitor.risk,
-                    "Exits are off until a restart." if self.tripped else "Exits stay on.",
-                )  # fmt: skip
-                self.metrics.drift()

@@ -29,7 +29,7 @@ from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
 from tide.models.tokens import NOTES
 from tide.vllm.history import History
-from tide.vllm.metadata import Requests, block_size, requests_of
+from tide.vllm.metadata import Requests, requests_of
 from tide.vllm.settings import Settings
 
 
@@ -101,14 +101,13 @@ class Gates:
 
     def requests(self, context: ForwardContext) -> Requests | None:
         """The requests of a pass, with the slots that the history uses; None in a warm-up pass."""
-        anchor = self._anchor or self._attention[0]
-        return requests_of(context, anchor.layer_name)
+        return requests_of(context, self._anchor or self._attention[0])
 
     def remember(self, requests: Requests, ids: Tensor | None) -> None:
         """Store the tokens of a pass if a confidence model needs a request's text."""
         if ids is None or not any(c.confidence_model for c in self.checkpoints):
             return
-        self.history = self.history or History(block_size(self._anchor), self._table)
+        self.history = self.history or History(self._table)
         self.history.write(requests, ids)
 
     def decide(

@@ -22,16 +22,13 @@ class History:
     """Tokens by slot, and n-gram predictions from them.
 
     Args:
-        block: slots of a block.
         table: the artifact's; None if it has none.
         max_requests: requests whose n-grams are kept.
     """
 
-    def __init__(
-        self, block: int, table: ContinuationTable | None, max_requests: int = 512
-    ) -> None:
+    def __init__(self, table: ContinuationTable | None, max_requests: int = 512) -> None:
         self._tokens = torch.zeros(0, dtype=torch.int32)
-        self._block, self._table, self._max_requests = block, table, max_requests
+        self._table, self._max_requests = table, max_requests
         # By the block of a request's newest token, which no other request shares.
         self._predictors: OrderedDict[int, tuple[list[int], NGramPredictor]] = OrderedDict()
 
@@ -50,13 +47,13 @@ class History:
         positions = torch.arange(int(requests.lengths[request]))
         blocks = requests.blocks[request].cpu().long()
         return self._tokens[
-            blocks[positions // self._block] * self._block + positions % self._block
+            blocks[positions // requests.block] * requests.block + positions % requests.block
         ].tolist()
 
     def predict(self, requests: Requests, request: int) -> NGramPrediction:
         """The n-gram prediction for a request's next token, from its own text and the table."""
         tokens = self.tokens(requests, request)
-        blocks, last = requests.blocks[request], (len(tokens) - 1) // self._block
+        blocks, last = requests.blocks[request], (len(tokens) - 1) // requests.block
         key = int(blocks[last])
         found = self._predictors.pop(key, None)
         if found is None and last:

@@ -6,7 +6,7 @@ Relies on vLLM internals, by attention backend.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,23 @@ class Requests:
         lengths: tokens of each request so far, those of this pass included, `[n]`.
         blocks: KV cache blocks of each request, `[n, max_blocks]`.
         slots: KV cache slot of each token, `[tokens]`.
+        block: tokens of a block.
     """
 
     starts: Tensor
     lengths: Tensor
     blocks: Tensor
     slots: Tensor
+    block: int
+
+    def block_of(self, requests: Sequence[int], positions: Tensor) -> Tensor:
+        """The KV cache blocks of one token of each of some requests, `[m]`.
+
+        Args:
+            requests: their indices.
+            positions: of the tokens, `[m]`.
+        """
+        return self.blocks[requests].gather(1, positions[:, None] // self.block).squeeze(1)
 
     def decoding(self) -> list[int]:
         """The requests that decode: one token in this pass, and at least one before it."""
@@ -40,27 +51,25 @@ class Requests:
         return single.nonzero().squeeze(1).tolist()
 
 
-def requests_of(context: ForwardContext, layer: str) -> Requests | None:
-    """The requests as one layer's attention sees them; None in a warm-up pass."""
+def requests_of(context: ForwardContext, attn: Any) -> Requests | None:
+    """The requests as one attention module sees them; None in a warm-up pass."""
     metadata: Any = context.attn_metadata
     if not isinstance(metadata, Mapping) or not isinstance(context.slot_mapping, Mapping):
         return None
-    found, slots = metadata.get(layer), context.slot_mapping.get(layer)
+    found, slots = metadata.get(attn.layer_name), context.slot_mapping.get(attn.layer_name)
     if found is None or slots is None:
         return None
     n = len(found.query_start_loc) - 1
-    return Requests(found.query_start_loc, found.seq_lens[:n], found.block_table[:n], slots)
+    return Requests(
+        starts=found.query_start_loc, lengths=found.seq_lens[:n], blocks=found.block_table[:n],
+        slots=slots, block=int(attn.kv_cache.shape[2]),
+    )  # fmt: skip
 
 
 def can_subset(context: ForwardContext, attn: Any) -> bool:
     """Whether the metadata of an attention module's backend can be cut to some requests."""
     metadata: Any = context.attn_metadata
     return isinstance(metadata[attn.layer_name], CPUAttentionMetadata)
-
-
-def block_size(attn: Any) -> int:
-    """Tokens of a KV cache block, as block tables count them."""
-    return int(attn.kv_cache.shape[2])
 
 
 def with_slots(tokens: Tensor) -> ForwardContext:

@@ -1,0 +1,180 @@
+"""The certified bound in vLLM, at a known risk: is it kept, and does the drift monitor see it?
+
+vLLM's engine serves a tiny model with scripted gates and an exit head that is always wrong, so that
+the risk is the share of tokens that the script lets exit. The losses are what the plugin's audit
+finds. They are certified as `tide.certify` does in the transformers engine, where such runs are in
+`certify_simulation.py`. Then the drift monitor: how often it fires at the bound, and after how many
+requests beyond it; beside it the monitor alone, given the losses of requests that nobody serves.
+
+    python bench/vllm_simulation.py --out bench/results/vllm_simulation.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1",
+)  # fmt: skip
+
+import numpy as np
+import torch
+from certify_simulation import (
+    CONCENTRATION,
+    DELTA,
+    NEW,
+    PROMPT,
+    RISK,
+    TRUE_RISKS,
+    Draw,
+    WrongHead,
+)
+from long_context import HIDDEN, long_model
+from measure import write
+from rich.progress import track
+
+import tide
+from tide.calibration.bounds import learn_then_test
+from tide.exits.policy import ScriptedPolicy, TokenPosition
+from tide.risk import DriftMonitor
+
+NEVER = 1e-300  # delta at which a drift monitor does not fire
+BEYOND = (1.0, 1.5, 2.0, 4.0)  # true risks, in multiples of the bound
+
+
+class Served:
+    """A tiny model in vLLM, whose gates follow a script.
+
+    Args:
+        wave: requests that are served together.
+    """
+
+    def __init__(self, wave: int) -> None:
+        from vllm import LLM
+
+        self.wave = wave
+        with tempfile.TemporaryDirectory() as folder:
+            long_model(PROMPT + NEW).save_pretrained(folder)
+            self._llm = LLM(
+                folder, dtype="float32", enforce_eager=True, max_model_len=PROMPT + NEW,
+                max_num_seqs=wave, max_num_batched_tokens=wave * PROMPT,
+                enable_prefix_caching=False, skip_tokenizer_init=True,
+                additional_config={"tide": {"script": 0.0}},
+            )  # fmt: skip
+        self._model = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        self._model.tide.gates.checkpoints[0].head = WrongHead("identity", HIDDEN)
+
+    def serve(
+        self, exits: np.ndarray, audit_rate: float, *, delta: float = DELTA, seed: int = 0
+    ) -> tuple[Any, list[float]]:
+        """Serve requests of which some tokens exit, wave by wave until the monitor has fired.
+
+        Args:
+            exits: which, `[requests, tokens after the first]`.
+            audit_rate: share of tokens that are audited.
+            delta: of the drift monitor.
+            seed: of the choice of audited tokens.
+
+        Returns:
+            The plugin's drift monitor, and the losses that it was given.
+        """
+        from vllm import SamplingParams
+
+        from tide.vllm.audit import Audit
+
+        depth, waves, losses = self._model.tide, len(exits) // self.wave, list[float]()
+        settings = replace(depth.settings, risk=RISK, delta=delta, audit_rate=audit_rate)
+        audit = depth.audit = Audit(settings, depth.metrics, self._model.compute_logits)
+        audit._draw.seed(seed)
+        monitor, add = audit.monitor, audit.monitor.add
+        monitor.add = lambda loss: losses.append(loss) or add(loss)
+        sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+        for wave in range(waves + 1):
+            # A request after the last wave shows the plugin that the others have ended.
+            ids = range(self.wave if wave < waves else 1)
+            rows = exits[self.wave * wave :][: self.wave] if wave < waves else np.zeros((1, NEW))
+
+            def script(at: TokenPosition, _: int, rows: np.ndarray = rows) -> bool:
+                return bool(rows[at.sequence, at.position - PROMPT - 1])
+
+            depth.gates.script = ScriptedPolicy(script)
+            prompts = [{"prompt_token_ids": [5 + k % 20] * PROMPT} for k in ids]
+            self._llm.generate(prompts, sampling, use_tqdm=False)
+            if monitor.fired:
+                break
+        return monitor, losses
+
+    def certify(self, draw: Draw) -> float | None:
+        """The setting that is certified by the losses that the audit finds."""
+        settings = (np.array(self.serve(draw.share(risk), 1.0)[1]) for risk in TRUE_RISKS.values())
+        last = learn_then_test(settings, RISK, DELTA)
+        return None if last is None else list(TRUE_RISKS)[last]
+
+
+def alone(exits: np.ndarray, audit_rate: float, rng: np.random.Generator) -> DriftMonitor:
+    """The drift monitor after the losses of requests that nobody serves."""
+    monitor = DriftMonitor(RISK, DELTA)
+    for row in exits:
+        audited = row[rng.random(len(row)) < audit_rate]
+        if len(audited) and not monitor.fired:
+            monitor.add(float(audited.mean()))
+    return monitor
+
+
+def summary(monitors: list[DriftMonitor]) -> dict[str, Any]:
+    """How often monitors fired, and after how many requests."""
+    fired = [m.sequences for m in monitors if m.fired]
+    return {
+        "share_that_fired": len(fired) / len(monitors),
+        "median_requests_until_fired": median(fired) if fired else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=300, help="certifications, and monitors")
+    parser.add_argument("--sequences", type=int, default=100, help="of a certification")
+    parser.add_argument("--requests", type=int, default=200, help="that a monitor sees at most")
+    parser.add_argument("--audit-rate", type=float, default=0.5, help="for the monitors")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="write the result here as JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rng, certified = np.random.default_rng(args.seed), Counter[float]()
+    served, rows = Served(args.sequences), []
+    for _ in track(range(args.runs), description="certifications"):
+        scale = served.certify(Draw(rng, args.sequences))
+        certified[TRUE_RISKS[scale] if scale is not None else 0.0] += 1
+    for times in BEYOND:
+        here, there = [], []
+        for seed in track(range(args.runs), description=f"monitors at {times:g} times the bound"):
+            exits = Draw(rng, args.requests).share(times * RISK)
+            here.append(served.serve(exits, args.audit_rate, seed=seed)[0])
+            there.append(alone(exits, args.audit_rate, rng))
+        rows.append({"times_the_bound": times, "vllm": summary(here), "alone": summary(there)})
+    broken = sum(count for risk, count in certified.items() if risk > RISK)
+    document = {
+        "what": "the certified bound in vLLM, at a known risk",
+        "conditions": {
+            "risk": RISK, "delta": DELTA, "certifications": args.runs, "sequences": args.sequences,
+            "monitors": args.runs, "requests": args.requests, "audit_rate": args.audit_rate,
+            "new_tokens": NEW, "concentration": CONCENTRATION, "seed": args.seed,
+            "torch": torch.__version__, "tide": tide.__version__,
+        },
+        "certified_by_true_risk": {f"{risk:g}": certified[risk] for risk in sorted(certified)},
+        "broken": broken,
+        "monitor": rows,
+    }  # fmt: skip
+    write(document, args.out)
+
+
+if __name__ == "__main__":
+    main()
