@@ -1,10 +1,13 @@
 """Long contexts: time and memory of a generated token against the length of the context.
 
-A tiny model with 32,768 positions, so that what the loop adds to attention shows; beside it HF
-generate at the same lengths. In a second run of each, every tensor that an operation makes is
-looked at: how many rows of logits there are at most, and how many entries the largest mask has.
+A tiny model with 32,768 positions, so that what the loop adds to attention shows, or the model of a
+folder; beside it HF generate at the same lengths. In a second run of each, every tensor that an
+operation makes is looked at: how many rows of logits there are at most, and how many entries the
+largest mask has.
 
     python bench/long_context.py --out bench/results/long_context.json
+    python bench/long_context.py --model $(python scripts/weights.py) --lengths 1024 4096 8000 \\
+        --new-tokens 32 --out bench/results/long_context_smollm2.json
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ import torch
 from measure import write
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import tide
 from tide.cli.loading import processor
 from tide.config import TIDEConfig
 from tide.engine import TIDE
@@ -33,6 +37,7 @@ from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
 
 VOCABULARY, POSITIONS, HIDDEN, LAYERS = 1009, 32_768, 64, 6  # a prime: no other size is a multiple
+RANDOM = f"random, {LAYERS} layers of {HIDDEN}, {VOCABULARY} tokens"
 
 
 class Largest(TorchDispatchMode):
@@ -84,9 +89,10 @@ def long_model(positions: int = POSITIONS) -> Any:
 
 
 def methods(model: Any, **settings: Any) -> dict[str, Callable[..., Any]]:
-    """HF generate, and an engine in each mode; half of the tokens exit after the second layer."""
-    exits = [Checkpoint(1, ExitHead("identity", HIDDEN))]
-    made = Artifact(fingerprint(model, locate(model)), HIDDEN, exits)
+    """HF generate, and an engine in each mode; half of the tokens exit, at a third of the depth."""
+    hidden, layers = model.config.hidden_size, model.config.num_hidden_layers
+    exits = [Checkpoint(layers // 3 - 1, ExitHead("identity", hidden))]
+    made = Artifact(fingerprint(model, locate(model)), hidden, exits)
     found: dict[str, Callable[..., Any]] = {"HF generate": model.generate}
     for name, config in (
         ("off", TIDEConfig(mode="off")),
@@ -101,9 +107,8 @@ def methods(model: Any, **settings: Any) -> dict[str, Callable[..., Any]]:
 
 def prompt(length: int) -> torch.Tensor:
     """Random token ids, `[1, length]`."""
-    return torch.randint(
-        3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length)
-    )
+    draw = torch.Generator().manual_seed(length)
+    return torch.randint(3, VOCABULARY, (1, length), generator=draw)
 
 
 def measure(model: Any, run: Callable[..., Any], length: int, new: int) -> dict[str, float]:
@@ -140,6 +145,7 @@ def _memory(what: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a model folder; otherwise a tiny random model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384, 32_000])
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
@@ -147,6 +153,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, results = long_model(), []
+    if args.model:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     some = methods(model)
     for run in some.values():  # warm up
         run(prompt(64), max_new_tokens=8, do_sample=False)
@@ -158,9 +166,10 @@ def main() -> None:
     document = {
         "what": "time, memory and largest tensors against the length of the context",
         "conditions": {
-            "model": f"random, {LAYERS} layers of {HIDDEN}, {VOCABULARY} tokens",
-            "positions": POSITIONS, "new_tokens": args.new_tokens, "threads": args.threads,
-            "processor": processor(), "torch": torch.__version__,
+            "model": Path(args.model).name if args.model else RANDOM,
+            "positions": model.config.max_position_embeddings,
+            "new_tokens": args.new_tokens, "threads": args.threads,
+            "processor": processor(), "torch": torch.__version__, "tide": tide.__version__,
         },
         "results": results,
     }  # fmt: skip

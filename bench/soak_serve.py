@@ -190,6 +190,7 @@ def serve(args: argparse.Namespace) -> None:
     clients, count = args.callers or 24, args.requests or 20_000
     given = ["--dtype", "float32", "--max-model-len", str(LIMIT), "--max-num-seqs", "32"]
     given += ["--enforce-eager"] * args.eager
+    given += ["--data-parallel-size", str(args.engines)] if args.engines > 1 else []
     server = Server(args.model, given, threads=args.threads, gigabytes=2)
     try:
         soak, began = Soak(server, prompts, args.new), time.perf_counter()
@@ -202,5 +203,6 @@ def serve(args: argparse.Namespace) -> None:
     report(
         "a server, soaked", args, {**found, "exit_code_after_sigterm": code}, dtype="float32",
         clients=clients, distinct_prompts=len(prompts), most_new_tokens=args.new,
-        compiled=not args.eager, seconds_to_start=round(server.seconds_to_start),
+        compiled=not args.eager, engines=args.engines,
+        seconds_to_start=round(server.seconds_to_start),
     )  # fmt: skip

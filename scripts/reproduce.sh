@@ -121,7 +121,11 @@ step faults_server python bench/faults.py server --model "$MODEL" --out $R/fault
 step faults_worker python bench/faults.py worker --model "$MODEL" --out $R/faults_worker.json
 step soak_threads python bench/soak.py "$MODEL" threads --out $R/soak_threads.json
 step soak_serve python bench/soak.py "$MODEL" serve --out $R/soak_serve.json
+step soak_engines python bench/soak.py "$MODEL" serve --engines 2 --eager --requests 1000 \
+  --out $R/soak_engines.json
 step certify_simulation python bench/certify_simulation.py --out $R/certify_simulation.json
 step vllm_simulation python bench/vllm_simulation.py --out $R/vllm_simulation.json
 step long_context python bench/long_context.py --out $R/long_context.json
+step long_context_smollm2 python bench/long_context.py --model "$MODEL" --lengths 1024 4096 8000 \
+  --new-tokens 32 --out $R/long_context_smollm2.json
 step kernels tide kernels --target all --out $R/kernels.json

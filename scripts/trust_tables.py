@@ -42,8 +42,8 @@ def faults() -> str:
     return table(head, rows) + note + conditions(found["conditions"])
 
 
-def long_context() -> str:
-    found = read("long_context")
+def long_context(name: str = "long_context") -> str:
+    found = read(name)
     by_length: dict[int, dict[str, dict[str, float]]] = {}
     for row in found["results"]:
         by_length.setdefault(row["context"], {})[row["method"]] = row
@@ -87,8 +87,8 @@ def soak_threads() -> str:
     return table(("calls from threads", ""), rows) + conditions(document["conditions"])
 
 
-def soak_serve() -> str:
-    document = read("soak_serve")
+def soak_serve(name: str = "soak_serve") -> str:
+    document = read(name)
     found = document["results"]
     server = found["server"]
     fits = server["fits_the_clients_counts"]

@@ -24,7 +24,6 @@ NO_VERSION = {
     "risk_simulation": "a simulation of the test statistics",
     "hostile": "counts of cases, and no speed",
     "faults": "counts of cases, and no speed",
-    "long_context": "counts of cases, and no speed",
     "kernels": "what a compiler computed, and no speed",
     "tokens_c154cfd": "tokens of an older commit, to compare with",
     "tokens_redesign": "tokens of a commit, compared with an older one",

@@ -296,6 +296,12 @@ def test_every_architecture_skips_the_same_layers_in_both_attentions(
     assert compiled["folded"] == [family in ("llama", "mistral", "qwen2"), False]
 
 
+def test_the_audit_finds_what_scripted_gates_let_exit() -> None:
+    """So the risk is known in `bench/vllm_simulation.py`; its exits are always wrong."""
+    exits, losses = case("scripted_losses", audit_rate=1.0)
+    assert losses == pytest.approx(exits) and sum(exits) > 0
+
+
 def test_two_ranks_predict_the_tokens_of_one(tmp_path: Path) -> None:
     """SmolLM2 has nine heads, which two ranks cannot share."""
     model = tiny_model("llama", **SIZES)

@@ -250,3 +250,13 @@ def target_matches(given: dict[str, Any]) -> Any:
         after = range(start_at, len(text))
         found.append([output.prompt_logprobs[i][text[i]].rank == 1 for i in after])
     return found
+
+
+def scripted_losses(given: dict[str, Any]) -> Any:
+    """Shares of tokens that exit by a script, and the losses that the audit finds, both sorted."""
+    import numpy as np
+    from vllm_simulation import NEVER, Draw, Served
+
+    exits = Draw(np.random.default_rng(0), 24).share(0.2)
+    _, losses = Served(wave=12).serve(exits, given["audit_rate"], delta=NEVER)
+    return sorted(exits.mean(1).tolist()), sorted(losses)
