@@ -2,7 +2,7 @@
 
 Builds both, runs `twine check`, installs each into an empty environment without extras, and runs
 `scripts/smoke.py` there with no compiler to be found. `--extras` installs the wheel with each of
-these extras as well, and `--transformers` with each of these versions.
+these extras as well, and `--transformers` with each of these versions, where types are checked too.
 
     pip install build twine
     python scripts/release_check.py [--extras plot test] [--transformers 5.16.0]
@@ -59,8 +59,12 @@ def check_contents(wheel: Path, sdist: Path) -> None:
         raise SystemExit(f"missing: {missing}; should not be in the wheel: {extra}")
 
 
-def install(what: str, folder: Path, *more: str) -> None:
-    """Install into an empty environment where no compiler is found, and run the smoke test."""
+def install(what: str, folder: Path, *more: str) -> Path:
+    """Install into an empty environment where no compiler is found, and run the smoke test.
+
+    Returns:
+        The interpreter of the environment.
+    """
     run(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
     # torch for CPUs, where the index has it: the smoke test needs no more.
@@ -70,6 +74,7 @@ def install(what: str, folder: Path, *more: str) -> None:
     run(python, "-m", "pip", "check", env=environment)
     run(python, ROOT / "scripts" / "smoke.py", env=environment, cwd=folder)
     run(folder / "bin" / "tide", "--version", env=environment, cwd=folder)
+    return python
 
 
 def main() -> None:
@@ -88,7 +93,9 @@ def main() -> None:
         for extra in args.extras:
             install(f"{wheel}[{extra}]", folder / f"extra-{extra}")
         for version in args.transformers:
-            install(str(wheel), folder / f"with-{version}", f"transformers=={version}")
+            python = install(str(wheel), folder / f"with-{version}", f"transformers=={version}")
+            run(python, "-m", "pip", "install", "--quiet", "mypy")
+            run(python, "-m", "mypy")
     print(f"{wheel.name} and {sdist.name} are fit to be released.")
 
 
