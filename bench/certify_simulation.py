@@ -70,10 +70,11 @@ class Draw:
 
     def exits(self, scale: float) -> np.ndarray:
         """Which tokens exit at a setting, `[sequences, tokens after the first]`."""
-        return self.share(TRUE_RISKS[scale] * NEW / (NEW - 1))
+        return self.exits_at(TRUE_RISKS[scale])
 
-    def share(self, share: float) -> np.ndarray:
-        """Which tokens exit if a share does on average, `[sequences, tokens after the first]`."""
+    def exits_at(self, risk: float) -> np.ndarray:
+        """Which tokens exit at a true risk, `[sequences, tokens after the first]`."""
+        share = risk * NEW / (NEW - 1)
         rates = beta.ppf(self._hard, CONCENTRATION * share, CONCENTRATION * (1 - share))
         return self._coins < rates[:, None]
 

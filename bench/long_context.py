@@ -55,6 +55,8 @@ class Largest(TorchDispatchMode):
     def __init__(self, model: Any, length: int) -> None:
         super().__init__()
         self._weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        # Of states inside the model, which masks are not.
+        self._widths = {size for p in model.parameters() for size in p.shape}
         self._vocabulary, self._length = model.config.vocab_size, length
         self.logits = self.mask = 0
 
@@ -73,7 +75,10 @@ class Largest(TorchDispatchMode):
         entries = min(tensor.numel(), storage.nbytes() // tensor.element_size())
         if tensor.shape[-1] == self._vocabulary:
             self.logits = max(self.logits, entries // self._vocabulary)
-        elif tensor.ndim > 1 and tensor.shape[-1] >= self._length // 2 and tensor.shape[-2] > 1:
+        elif (
+            tensor.ndim > 1 and tensor.shape[-2] > 1 and tensor.shape[-1] >= self._length // 2
+            and tensor.shape[-1] not in self._widths
+        ):  # fmt: skip
             self.mask = max(self.mask, entries)
 
 

@@ -134,11 +134,17 @@ class Server:
         return [outer, *outer.children(recursive=True)]
 
     def metrics(self) -> dict[str, float]:
-        """The values of `/metrics`, by name, added up over their labels."""
+        """The values of `/metrics`, by name, added up over their labels.
+
+        And the tokens of each engine, under "engine NUMBER".
+        """
         text = urllib.request.urlopen(f"{self.address}/metrics").read().decode()
         found: dict[str, float] = {}
-        for name, value in re.findall(r"^([\w:]+)(?:\{.*\})? (\S+)$", text, re.M):
+        for name, labels, value in re.findall(r"^([\w:]+)(\{.*\})? (\S+)$", text, re.M):
             found[name] = found.get(name, 0.0) + float(value)
+            if name == "vllm:generation_tokens_total":
+                engine = re.search(r'engine="(\d+)"', labels)
+                found[f"engine {engine[1] if engine else 0}"] = float(value)
         return found
 
     async def load(self, requests: Sequence[Request]) -> list[Outcome]:
@@ -158,7 +164,7 @@ class Server:
         async with session() as client:
             for number, prompt in enumerate(prompts):
                 outcome = await self.send(client, Request(f"one-{number}-", prompt, new))
-                if outcome.errors or outcome.refused:
+                if outcome.errors or outcome.refused is not None:
                     raise SystemExit(f"A request alone failed: {outcome}")
                 found.append(outcome.ids)
         return found
@@ -184,7 +190,8 @@ class Server:
                 else:
                     found.errors.append(f"status {got.status}")
         except asyncio.TimeoutError:
-            found.aborted = True
+            found.aborted = request.patience is not None
+            found.errors += [] if found.aborted else ["no answer"]
         except aiohttp.ClientError as error:
             found.errors.append(type(error).__name__)
         return found
@@ -225,5 +232,6 @@ async def _read(
         return
     found.tokens = usage["completion_tokens"]
     complete = reason == "stop" or (reason, found.tokens) == ("length", request.new)
-    if usage["prompt_tokens"] != len(request.prompt) or not complete:
+    counted = usage["prompt_tokens"] == len(request.prompt) and found.tokens == len(found.ids)
+    if not complete or not counted:
         found.errors.append("wrong length")

@@ -25,6 +25,8 @@ from soak import short_prompts
 from transformers import AutoTokenizer
 
 LIMIT = 256  # tokens of a request, with its prompt
+SILENT = {"lost", "wrong length"}  # errors that the client finds, and nobody has told it
+SOON = 0.5  # seconds after which a server with requests is told to end
 DRAIN = 120  # seconds that requests may take after SIGTERM
 
 
@@ -66,15 +68,24 @@ class Expected:
         """All of them at once."""
         return [Request(f"r-{k}-", prompt, self.new) for k, prompt in enumerate(self.prompts)]
 
-    def judge(self, outcomes: Sequence[Outcome]) -> Counter[str]:
-        """How many answers are whole, errors, or neither."""
+    def judge(self, outcomes: Sequence[Outcome], moment: float) -> Counter[str]:
+        """How many of the requests under way at a moment had a whole answer, an error, or neither.
+
+        Args:
+            outcomes: of all requests.
+            moment: in seconds after they were sent.
+        """
         found = Counter[str]()
         for outcome, answer in zip(outcomes, self.answers, strict=True):
-            begun = outcome.ids == answer[: len(outcome.ids)]
-            if outcome.errors:
+            whole, begun = outcome.ids == answer, outcome.ids == answer[: len(outcome.ids)]
+            if whole and not outcome.errors and outcome.last < moment:
+                found["answered before"] += 1
+            elif SILENT & set(outcome.errors) or not (whole or outcome.errors):
+                found["cut, without an error"] += 1
+            elif outcome.errors:
                 found["error" if begun else "error after other tokens"] += 1
             else:
-                found["whole" if outcome.ids == answer else "cut, passed off as whole"] += 1
+                found["whole"] += 1
         return found
 
 
@@ -104,7 +115,7 @@ def kills(
         name, find = targets[number % len(targets)]
         row, tree, moment = by_target[name], server.processes(), rng.uniform(0.02, 0.9) * seconds
         outcomes = asyncio.run(_under_load(server, expected.requests(), moment, find(server).kill))
-        total += expected.judge(outcomes)
+        total += expected.judge(outcomes, moment)
         row["exit_codes"][str(server.process.wait(300))] += 1
         _, alive = psutil.wait_procs(tree, timeout=60)
         row["left"] += len(alive)
@@ -121,11 +132,12 @@ def drain(server: Server, expected: Expected) -> dict[str, Any]:
     tree = server.processes()
     tell = server.process.send_signal
     outcomes = asyncio.run(
-        _under_load(server, expected.requests(), 0.5, lambda: tell(signal.SIGTERM))
+        _under_load(server, expected.requests(), SOON, lambda: tell(signal.SIGTERM))
     )
     code = server.process.wait(DRAIN + 60)
     _, alive = psutil.wait_procs(tree, timeout=60)
-    return {"requests": dict(expected.judge(outcomes)), "exit_code": code, "left": len(alive)}
+    found = expected.judge(outcomes, SOON)
+    return {"requests": dict(found), "exit_code": code, "left": len(alive)}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -168,12 +168,14 @@ class Soak:
             name: now.get(metric, 0.0) - self.before.get(metric, 0.0)
             for name, metric in names.items()
         }
+        by_engine = [name for name in now if name.startswith("engine ")]
         answered = sum(
             n for what, n in self.outcomes.items() if "same" in what or what == "different"
         )
         aborted = sum(n for what, n in self.outcomes.items() if what.startswith("aborted"))
         fits = {
             "idle at the end": idle,
+            "every engine": all(now[name] > self.before.get(name, 0.0) for name in by_engine),
             # An aborted request may have ended, have been aborted, or never have arrived.
             "finished requests": answered <= found["finished"] <= answered + aborted,
             "tokens": self.counts["tokens"] <= found["tokens"]

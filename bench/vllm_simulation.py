@@ -4,7 +4,7 @@ vLLM's engine serves a tiny model with scripted gates and an exit head that is a
 the risk is the share of tokens that the script lets exit. The losses are what the plugin's audit
 finds. They are certified as `tide.certify` does in the transformers engine, where such runs are in
 `certify_simulation.py`. Then the drift monitor: how often it fires at the bound, and after how many
-requests beyond it; beside it the monitor alone, given the losses of requests that nobody serves.
+requests beyond it; beside it the monitor alone, given losses drawn without an engine.
 
     python bench/vllm_simulation.py --out bench/results/vllm_simulation.json
 """
@@ -78,10 +78,10 @@ class Served:
         """Serve requests of which some tokens exit, wave by wave until the monitor has fired.
 
         Args:
-            exits: which, `[requests, tokens after the first]`.
-            audit_rate: share of tokens that are audited.
+            exits: which, `[requests, tokens after the first]`; whole waves.
+            audit_rate: share of requests that are audited.
             delta: of the drift monitor.
-            seed: of the choice of audited tokens.
+            seed: of the choice of audited requests.
 
         Returns:
             The plugin's drift monitor, and the losses that it was given.
@@ -90,42 +90,45 @@ class Served:
 
         from tide.vllm.audit import Audit
 
-        depth, waves, losses = self._model.tide, len(exits) // self.wave, list[float]()
+        depth, losses = self._model.tide, list[float]()
         settings = replace(depth.settings, risk=RISK, delta=delta, audit_rate=audit_rate)
         audit = depth.audit = Audit(settings, depth.metrics, self._model.compute_logits)
         audit._draw.seed(seed)
         monitor, add = audit.monitor, audit.monitor.add
         monitor.add = lambda loss: losses.append(loss) or add(loss)
-        sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-        for wave in range(waves + 1):
-            # A request after the last wave shows the plugin that the others have ended.
-            ids = range(self.wave if wave < waves else 1)
-            rows = exits[self.wave * wave :][: self.wave] if wave < waves else np.zeros((1, NEW))
+
+        def generate(requests: int, new: int) -> None:
+            prompts = [{"prompt_token_ids": [5 + k % 20] * PROMPT} for k in range(requests)]
+            sampling = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+            self._llm.generate(prompts, sampling, use_tqdm=False)
+
+        for rows in exits.reshape(-1, self.wave, NEW - 1):
 
             def script(at: TokenPosition, _: int, rows: np.ndarray = rows) -> bool:
                 return bool(rows[at.sequence, at.position - PROMPT - 1])
 
             depth.gates.script = ScriptedPolicy(script)
-            prompts = [{"prompt_token_ids": [5 + k % 20] * PROMPT} for k in ids]
-            self._llm.generate(prompts, sampling, use_tqdm=False)
+            generate(self.wave, NEW)
+            generate(1, 1)  # shows the plugin that the others have ended
             if monitor.fired:
                 break
         return monitor, losses
 
     def certify(self, draw: Draw) -> float | None:
         """The setting that is certified by the losses that the audit finds."""
-        settings = (np.array(self.serve(draw.share(risk), 1.0)[1]) for risk in TRUE_RISKS.values())
+        settings = (
+            np.array(self.serve(draw.exits(scale), 1.0, delta=NEVER)[1]) for scale in TRUE_RISKS
+        )
         last = learn_then_test(settings, RISK, DELTA)
         return None if last is None else list(TRUE_RISKS)[last]
 
 
 def alone(exits: np.ndarray, audit_rate: float, rng: np.random.Generator) -> DriftMonitor:
-    """The drift monitor after the losses of requests that nobody serves."""
-    monitor = DriftMonitor(RISK, DELTA)
-    for row in exits:
-        audited = row[rng.random(len(row)) < audit_rate]
-        if len(audited) and not monitor.fired:
-            monitor.add(float(audited.mean()))
+    """The drift monitor after losses drawn without an engine."""
+    monitor, losses = DriftMonitor(RISK, DELTA), exits.sum(1) / NEW
+    for loss in losses[rng.random(len(losses)) < audit_rate]:
+        if not monitor.fired:
+            monitor.add(float(loss))
     return monitor
 
 
@@ -142,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=300, help="certifications, and monitors")
     parser.add_argument("--sequences", type=int, default=100, help="of a certification")
-    parser.add_argument("--requests", type=int, default=200, help="that a monitor sees at most")
+    parser.add_argument("--requests", type=int, default=400, help="that are served to each monitor")
     parser.add_argument("--audit-rate", type=float, default=0.5, help="for the monitors")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
@@ -156,7 +159,7 @@ def main() -> None:
     for times in BEYOND:
         here, there = [], []
         for seed in track(range(args.runs), description=f"monitors at {times:g} times the bound"):
-            exits = Draw(rng, args.requests).share(times * RISK)
+            exits = Draw(rng, args.requests).exits_at(times * RISK)
             here.append(served.serve(exits, args.audit_rate, seed=seed)[0])
             there.append(alone(exits, args.audit_rate, rng))
         rows.append({"times_the_bound": times, "vllm": summary(here), "alone": summary(there)})

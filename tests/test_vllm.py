@@ -95,7 +95,7 @@ def test_certified_exits_are_counted_and_stay_within_the_risk(
     made = Artifact.load(certified_artifact)
     (certificate,) = made.certificates
     tide = {"artifact": str(certified_artifact), "risk": certificate.risk, "attention": attention,
-            "audit_rate": 0.1, "gates": "always"}  # fmt: skip
+            "audit_rate": 0.3, "gates": "always"}  # fmt: skip
     compiled = attention == "subset"  # the other has no need of graphs
     found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide,
                  options=COMPILED if compiled else {})  # fmt: skip
@@ -299,7 +299,7 @@ def test_every_architecture_skips_the_same_layers_in_both_attentions(
 def test_the_audit_finds_what_scripted_gates_let_exit() -> None:
     """So the risk is known in `bench/vllm_simulation.py`; its exits are always wrong."""
     exits, losses = case("scripted_losses", audit_rate=1.0)
-    assert losses == pytest.approx(exits) and sum(exits) > 0
+    assert losses == exits and sum(exits) > 0
 
 
 def test_two_ranks_predict_the_tokens_of_one(tmp_path: Path) -> None:

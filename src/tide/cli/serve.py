@@ -68,7 +68,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="with --lossless: also draft from recent answers to other requests",
     )  # fmt: skip
     parser.add_argument(
-        "--audit-rate", type=float, default=0.01, help="share of tokens audited at full depth"
+        "--audit-rate", type=float, default=0.01, help="share of requests audited at full depth"
     )
     parser.add_argument("--dtype", default="auto", help="precision of the weights")
 

@@ -1,16 +1,16 @@
-"""The audit while serving: some tokens run at full depth, whatever their gate decides.
+"""The audit while serving: some requests run at full depth, whatever their gates decide.
 
-Their predicted token is compared with the target token. The tokens of a request tend to be wrong
-together, which the drift monitor must not take for drift. So it is given one loss for each request:
-the share of its audited tokens that differ, once it has ended.
+Their predicted tokens are compared with the target tokens. The loss of a request is the share of
+its new tokens that differ, as in a certificate. The drift monitor is given it when the request has
+ended: one loss for each request, since the tokens of a request tend to be wrong together.
 """
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +23,25 @@ from tide.vllm.settings import Settings
 logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 
 
+@dataclass
+class Followed:
+    """A request, followed from pass to pass.
+
+    Attributes:
+        audited: whether it runs at full depth.
+        length: tokens so far.
+        new: tokens predicted so far; the first is the prompt's.
+        differ: those that differ from the target tokens.
+    """
+
+    audited: bool
+    length: int = 0
+    new: int = 1
+    differ: int = 0
+
+
 class Audit:
-    """Chooses tokens to audit, compares them, and tells the drift monitor.
+    """Chooses requests to audit, compares their tokens, and tells the drift monitor.
 
     Args:
         settings: ours.
@@ -45,64 +62,65 @@ class Audit:
         self.tripped = False
         if settings.risk is not None and not settings.uncertified:
             self.monitor = DriftMonitor(settings.risk, settings.delta)
-        # Of each request that decodes, its length and what its audited tokens lost: by the block of
-        # its newest token, which no other request shares.
-        self._running: dict[int, tuple[int, list[float]]] = {}
+        # By the KV cache block of their newest token, which no other request shares.
+        self._running: dict[int, Followed] = {}
+        self._audited: dict[int, Followed] = {}  # by their index in the pass
 
-    def choose(self, candidates: Iterable[int]) -> dict[int, Tensor | None]:
-        """The requests to audit in a pass; the states that their exit heads return go in here."""
-        rate = self._settings.audit_rate
-        return dict.fromkeys(r for r in candidates if self._draw.random() < rate)
+    def follow(self, requests: Requests, decoding: Sequence[int]) -> dict[int, Tensor | None]:
+        """Find the requests of the last pass again; those that no longer decode have ended.
 
-    def compare(self, audits: Mapping[int, Tensor | None], last: Tensor) -> dict[int, float]:
-        """Whether the predicted tokens of audited requests differ from the target tokens.
+        Must see every pass: a block may be another request's a pass later.
+
+        Args:
+            requests: of the pass.
+            decoding: those that decode.
+
+        Returns:
+            The requests to audit, for what their exit heads will return.
+        """
+        lengths, running = requests.lengths[decoding].long(), dict[int, Followed]()
+        blocks = [requests.block_of(decoding, lengths - back).tolist() for back in (2, 1)]
+        self._audited = {}
+        for request, length, before, now in zip(decoding, lengths.tolist(), *blocks, strict=True):
+            known = self._running.get(before)
+            if known is not None and known.length < length:
+                del self._running[before]
+            else:
+                known = Followed(audited=self._draw.random() < self._settings.audit_rate)
+            known.length, known.new = length, known.new + 1
+            running[now] = known
+            if known.audited:
+                self._audited[request] = known
+        ended, self._running = self._running, running
+        for gone in ended.values():
+            if gone.audited:
+                self._end(gone)
+        return dict.fromkeys(self._audited)
+
+    def compare(self, audits: Mapping[int, Tensor | None], last: Tensor) -> None:
+        """Compare the predicted tokens of audited requests with the target tokens.
 
         Args:
             audits: by request, the normed state of its exit; None if it passed no gate.
             last: the normed state at full depth of every request, `[n, hidden]`.
-
-        Returns:
-            By request, 1 if they differ, else 0.
         """
-        found = {}
         for request, read in audits.items():
-            found[request], verdict = 0.0, "continued"
+            verdict = "continued"
             if read is not None:
                 predicted, target = self._logits(torch.stack([read, last[request]])).argmax(-1)
-                found[request] = float(predicted != target)
-                verdict = "differs" if found[request] else "same"
+                verdict = "same" if predicted == target else "differs"
+                self._audited[request].differ += verdict == "differs"
             self._metrics.audit(verdict)
-        return found
 
-    def note(self, found: Mapping[int, float], requests: Requests, decoding: Sequence[int]) -> None:
-        """Note what was found in a pass; requests that no longer decode have ended.
-
-        Args:
-            found: by request, its loss.
-            requests: of the pass.
-            decoding: those that decode.
-        """
-        if self.monitor is None:
+    def _end(self, request: Followed) -> None:
+        """Tell the drift monitor what a request has lost."""
+        monitor = self.monitor
+        if monitor is None or monitor.fired or not monitor.add(request.differ / request.new):
             return
-        lengths, running = requests.lengths[decoding].long(), {}
-        blocks = [requests.block_of(decoding, lengths - back).tolist() for back in (2, 1)]
-        for request, length, before, now in zip(decoding, lengths.tolist(), *blocks, strict=True):
-            shorter, losses = self._running.get(before, (length, []))
-            if shorter < length:  # otherwise another request had this block
-                del self._running[before]
-            else:
-                losses = []
-            running[now] = length, [*losses, found[request]] if request in found else losses
-        ended, self._running = self._running, running
-        for _, losses in ended.values():
-            if losses and not self.monitor.fired and self.monitor.add(fmean(losses)):
-                self._fire(self.monitor)
-
-    def _fire(self, monitor: DriftMonitor) -> None:
         self.tripped = self._settings.on_drift == "full_depth"
         logger.warning(
-            "TIDE: in %d audited requests %.2f%% of tokens differ from full depth; the certified "
-            "bound is %.2f%%. %s Certify on prompts like these with `tide certify`.",
+            "TIDE: in %d audited requests, %.2f%% of the tokens differ from full depth on average; "
+            "the certified bound is %.2f%%. %s Certify on prompts like these with `tide certify`.",
             monitor.sequences, 100 * (monitor.estimate or 0.0), 100 * monitor.risk,
             "Exits are off until a restart." if self.tripped else "Exits stay on.",
         )  # fmt: skip

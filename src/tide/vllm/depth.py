@@ -87,8 +87,10 @@ class DepthForward:
         if requests is None:  # vLLM warms up
             return self.units.warm_up(positions, hidden)
         decoding = requests.decoding() if self.gates.checkpoints else []
+        audits: dict[int, Tensor | None] = {}
         if self.gates.checkpoints and not self.audit.tripped:
             self.gates.remember(requests, ids)
+            audits = self.audit.follow(requests, decoding)
         if not decoding or self.audit.tripped or not self._pays(len(decoding)):
             active = ActiveTokens.all_of(hidden, positions, context)
             for number in range(len(self.units.layers)):
@@ -101,24 +103,25 @@ class DepthForward:
             if self.settings.attention == "all" or not can_subset(context, self._attention[0]):
                 active.exit_states = torch.zeros_like(active.hidden)
                 active.all_positions = active.positions
-            self._run_segments(requests, decoding, active, out)
+            self._run_segments(requests, decoding, audits, active, out)
         self.metrics.after_pass(len(decoding))
         return out
 
     def _run_segments(
-        self, requests: Requests, candidates: list[int], active: ActiveTokens, out: Tensor
-    ) -> None:
+        self, requests: Requests, candidates: list[int], audits: dict[int, Tensor | None],
+        active: ActiveTokens, out: Tensor,
+    ) -> None:  # fmt: skip
         """Run segment by segment; after each, the tokens that exit drop out.
 
         Args:
             requests: of the pass.
             candidates: those that decode, and so may exit.
+            audits: of these, those that run at full depth; receives the normed state that the exit
+                head returned for each.
             active: all tokens.
             out: receives the normed last states, `[tokens, hidden]`.
         """
         token_of = requests.starts[:-1].long()
-        # Audited requests run at full depth -> the normed state that their exit head returned.
-        audits, decoding = self.audit.choose(candidates), candidates
         self._run(0, active)
         for number, checkpoint in enumerate(self.gates.checkpoints):
             places = torch.searchsorted(active.tokens, token_of[candidates])
@@ -146,7 +149,7 @@ class DepthForward:
             self._run(number + 1, active)
         if len(active.tokens):
             out[active.tokens] = active.hidden
-        self.audit.note(self.audit.compare(audits, out[token_of]), requests, decoding)
+        self.audit.compare(audits, out[token_of])
 
     def _run(self, number: int, active: ActiveTokens) -> None:
         """Run a segment for the active tokens."""

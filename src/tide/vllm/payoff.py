@@ -18,6 +18,7 @@ _SIZES = (1, 4, 16, 64, 256)
 _ASSUMED, _WEIGHT = 0.5, 64  # share of exits before any is seen, and after how many that fades
 _GAIN = 0.01  # by which the gates must pay to be switched on again
 _STEPS = 256  # after which a choice is looked at again
+_MEMORY = 4096  # tokens after which those seen so far count half
 
 
 @dataclass(frozen=True)
@@ -130,15 +131,19 @@ class Payoff:
     """
 
     costs: ExitCosts
-    _exits: dict[int, int] = field(default_factory=dict)
-    _seen: dict[int, int] = field(default_factory=dict)
+    _exits: dict[int, float] = field(default_factory=dict)
+    _seen: dict[int, float] = field(default_factory=dict)
     _chosen: dict[int, bool] = field(default_factory=dict)
     _uses: dict[int, int] = field(default_factory=dict)
+    _least: dict[int, float | None] = field(default_factory=dict)
 
     def add(self, number: int, exits: int, tokens: int) -> None:
         """Record what a gate decided."""
         self._exits[number] = self._exits.get(number, 0) + exits
         self._seen[number] = self._seen.get(number, 0) + tokens
+        if self._seen[number] > _MEMORY:
+            self._exits[number] /= 2
+            self._seen[number] /= 2
 
     def share(self, number: int) -> float:
         """Of the tokens that reach a gate, how many exit, as far as is known."""
@@ -152,13 +157,20 @@ class Payoff:
             shares = [self.share(number) for number in range(len(self.costs.gates))]
             gain = self.costs.full_depth(requests) / self.costs.with_exits(requests, shares) - 1
             self._chosen[requests] = gain > (0.0 if self._chosen.get(requests, True) else _GAIN)
+            if not self._chosen[requests]:  # one step with gates shows whether more exit by now
+                return self._break_even(requests) is not None
         return self._chosen[requests]
+
+    def _break_even(self, requests: int) -> float | None:
+        if requests not in self._least:
+            self._least[requests] = self.costs.break_even(requests)
+        return self._least[requests]
 
     def summary(self, most: int) -> str:
         """For people: from which share of exits on the gates pay."""
         found = []
         for requests in sorted({1, min(8, most), min(32, most)}):
-            least = self.costs.break_even(requests)
+            least = self._break_even(requests)
             when = "never" if least is None else f"from {least:.0%} of tokens that exit"
             found.append(f"{when} at {requests} request{'s' if requests > 1 else ''}")
         return f"gates pay {', '.join(found)}."

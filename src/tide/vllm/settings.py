@@ -27,9 +27,9 @@ class Settings:
             certificate.
         threshold_scale: see `Thresholds.scaled`; a certificate brings its own.
         min_layers: see `TIDEConfig`; a certificate brings its own.
-        audit_rate: share of tokens that run at full depth whatever their gate decides, to compare
-            their predicted token with the target token. The audit sees wrong exits; it does not see
-            how the KV of exited tokens changes later tokens.
+        audit_rate: share of requests that run at full depth whatever their gates decide, to compare
+            their predicted tokens with the target tokens. The audit sees wrong exits; it does not
+            see how the KV of exited tokens changes later tokens.
         on_drift: "warn" or "full_depth" (exits off until a restart), when the audit finds more
             disagreement than the risk.
         attention: "subset" skips attention of exited tokens above their exit; "all" skips their
