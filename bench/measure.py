@@ -97,30 +97,35 @@ class MemorySlope:
 
     def __init__(self, processes: Callable[[], list[psutil.Process]]) -> None:
         self._processes = processes
-        self._samples: list[tuple[int, float]] = []
+        self._samples: list[tuple[int, dict[str, float]]] = []
 
     def sample(self, done: int) -> None:
         """Note the memory after so much work."""
-        found = 0
+        found: dict[str, float] = {}
         for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                found += process.memory_info().rss
-        self._samples.append((done, found / 1e6))
+                found[f"{process.name()} {process.pid}"] = process.memory_info().rss / 1e6
+        self._samples.append((done, found))
 
     def summary(self, warm_up: float = 0.3) -> dict[str, Any]:
         """Megabytes for each 1000 pieces of work, with its standard error, after a warm-up."""
         from scipy.stats import linregress
 
         warm = self._samples[int(warm_up * len(self._samples)) :]
-        if len({done for done, _ in warm}) < 3:
+        work = [done for done, _ in warm]
+        if len(set(work)) < 3:
             return {"samples": len(self._samples)}
-        fit = linregress(*zip(*warm, strict=True))
+        total = [sum(of.values()) for _, of in warm]
+        fit = linregress(work, total)
+        slopes = {
+            name: round(1e3 * linregress(work, [of.get(name, 0.0) for _, of in warm]).slope, 3)
+            for name in warm[-1][1]
+        }
         return {
             "samples": len(self._samples), "warm_up": warm_up,
-            "mb_after_warm_up": round(warm[0][1]), "mb_at_the_end": round(warm[-1][1]),
-            "mb_most": round(max(mb for _, mb in warm)),
-            "mb_per_1000": round(1e3 * fit.slope, 3),
-            "standard_error": round(1e3 * fit.stderr, 3),
+            "mb_after_warm_up": round(total[0]), "mb_at_the_end": round(total[-1]),
+            "mb_most": round(max(total)), "mb_per_1000": round(1e3 * fit.slope, 3),
+            "standard_error": round(1e3 * fit.stderr, 3), "mb_per_1000_by_process": slopes,
         }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ class Server:
         }  # fmt: skip
         if not ours:
             self._environment["VLLM_PLUGINS"] = ""
-        self.address, self.model = f"http://127.0.0.1:{port}", model
+        self.address, self.model, self.ours = f"http://127.0.0.1:{port}", model, ours
         self.start()
 
     def start(self) -> None:

@@ -166,6 +166,7 @@ def main() -> None:
     options.add_argument("--callers", type=int, help="8 threads, or 24 clients")
     options.add_argument("--new", type=int, default=16, help="most new tokens of a request")
     options.add_argument("--eager", action="store_true", help="a server that compiles nothing")
+    options.add_argument("--stock", action="store_true", help="vLLM's own server, to compare with")
     options.add_argument("--engines", type=int, default=1, help="data-parallel, of a server")
     options.add_argument("--mode", default="lossless", help="of the engine, for threads")
     args = options.parse_args()
