@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -108,32 +109,51 @@ def certify(model: Any, made: Artifact, draw: Draw) -> float | None:
     return found[0].threshold_scale if found else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=300, help="certifications")
-    parser.add_argument("--sequences", type=int, default=100, help="of each")
+def options(description: str) -> argparse.ArgumentParser:
+    """The options of a simulation."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=300, help="certifications, and monitors")
+    parser.add_argument("--sequences", type=int, default=100, help="of a certification")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    rng, (model, made) = np.random.default_rng(args.seed), scripted_model()
+    return parser
+
+
+def conditions(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
+    """What a simulation was run with."""
+    return {
+        "risk": RISK, "delta": DELTA, "certifications": args.runs, "sequences": args.sequences,
+        **more, "new_tokens": NEW, "concentration": CONCENTRATION, "seed": args.seed,
+        "torch": torch.__version__, "tide": tide.__version__,
+    }  # fmt: skip
+
+
+def certifications(
+    certify: Callable[[Draw], float | None], rng: np.random.Generator, args: argparse.Namespace
+) -> dict[str, Any]:
+    """How often each setting was certified, and the bound thereby broken."""
     certified = Counter[float]()
     for _ in track(range(args.runs), description="certifications"):
-        scale = certify(model, made, Draw(rng, args.sequences))
+        scale = certify(Draw(rng, args.sequences))
         certified[TRUE_RISKS[scale] if scale is not None else 0.0] += 1
-    broken = sum(count for risk, count in certified.items() if risk > RISK)
+    return {
+        "certified_by_true_risk": {f"{risk:g}": certified[risk] for risk in sorted(certified)},
+        "broken": sum(count for risk, count in certified.items() if risk > RISK),
+    }
+
+
+def main() -> None:
+    args = options(__doc__ or "").parse_args()
+    torch.set_num_threads(1)
+    rng, (model, made) = np.random.default_rng(args.seed), scripted_model()
+    found = certifications(lambda draw: certify(model, made, draw), rng, args)
     document = {
         "what": "certifications in the engine, at a known risk",
-        "conditions": {
-            "risk": RISK, "delta": DELTA, "certifications": args.runs, "sequences": args.sequences,
-            "new_tokens": NEW, "concentration": CONCENTRATION, "seed": args.seed,
-            "torch": torch.__version__, "tide": tide.__version__,
-        },
-        "certified_by_true_risk": {f"{risk:g}": certified[risk] for risk in sorted(certified)},
-        "broken": broken,
+        "conditions": conditions(args),
+        **found,
         # The chance of as many or more if each were broken with probability delta.
-        "chance_of_as_many": float(binom.sf(broken - 1, args.runs, DELTA)),
-    }  # fmt: skip
+        "chance_of_as_many": float(binom.sf(found["broken"] - 1, args.runs, DELTA)),
+    }
     write(document, args.out)
 
 

@@ -11,12 +11,9 @@ requests beyond it; beside it the monitor alone, given losses drawn without an e
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
-from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -28,7 +25,6 @@ os.environ.update(
 import numpy as np
 import torch
 from certify_simulation import (
-    CONCENTRATION,
     DELTA,
     NEW,
     PROMPT,
@@ -36,12 +32,14 @@ from certify_simulation import (
     TRUE_RISKS,
     Draw,
     WrongHead,
+    certifications,
+    conditions,
+    options,
 )
 from long_context import HIDDEN, long_model
 from measure import write
 from rich.progress import track
 
-import tide
 from tide.calibration.bounds import learn_then_test
 from tide.exits.policy import ScriptedPolicy, TokenPosition
 from tide.risk import DriftMonitor
@@ -142,20 +140,13 @@ def summary(monitors: list[DriftMonitor]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=300, help="certifications, and monitors")
-    parser.add_argument("--sequences", type=int, default=100, help="of a certification")
+    parser = options(__doc__ or "")
     parser.add_argument("--requests", type=int, default=400, help="that are served to each monitor")
     parser.add_argument("--audit-rate", type=float, default=0.5, help="for the monitors")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rng, certified = np.random.default_rng(args.seed), Counter[float]()
-    served, rows = Served(args.sequences), []
-    for _ in track(range(args.runs), description="certifications"):
-        scale = served.certify(Draw(rng, args.sequences))
-        certified[TRUE_RISKS[scale] if scale is not None else 0.0] += 1
+    rng, served, rows = np.random.default_rng(args.seed), Served(args.sequences), []
+    found = certifications(served.certify, rng, args)
     for times in BEYOND:
         here, there = [], []
         for seed in track(range(args.runs), description=f"monitors at {times:g} times the bound"):
@@ -163,19 +154,15 @@ def main() -> None:
             here.append(served.serve(exits, args.audit_rate, seed=seed)[0])
             there.append(alone(exits, args.audit_rate, rng))
         rows.append({"times_the_bound": times, "vllm": summary(here), "alone": summary(there)})
-    broken = sum(count for risk, count in certified.items() if risk > RISK)
+    given = conditions(
+        args, monitors=args.runs, requests=args.requests, audit_rate=args.audit_rate
+    )  # fmt: skip
     document = {
         "what": "the certified bound in vLLM, at a known risk",
-        "conditions": {
-            "risk": RISK, "delta": DELTA, "certifications": args.runs, "sequences": args.sequences,
-            "monitors": args.runs, "requests": args.requests, "audit_rate": args.audit_rate,
-            "new_tokens": NEW, "concentration": CONCENTRATION, "seed": args.seed,
-            "torch": torch.__version__, "tide": tide.__version__,
-        },
-        "certified_by_true_risk": {f"{risk:g}": certified[risk] for risk in sorted(certified)},
-        "broken": broken,
+        "conditions": given,
+        **found,
         "monitor": rows,
-    }  # fmt: skip
+    }
     write(document, args.out)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 
 from tide.vllm.payoff import ExitCosts, Payoff
@@ -47,7 +45,7 @@ def test_gates_are_evaluated_where_they_pay() -> None:
     for _ in range(300):
         payoff.add(0, 0, 10)  # no token exits
         payoff.pays(1)
-    assert payoff.share(0) < 0.03
+    assert payoff.share(0) < 0.02
     assert not payoff.pays(1)
     never = Payoff(costs(gate=2.0))
     assert not any(never.pays(1) for _ in range(1000))
@@ -77,4 +75,4 @@ def test_a_choice_near_break_even_stays() -> None:
         payoff.pays(1)
         payoff.add(0, step % 2, 1)
         chosen.append(payoff._chosen[1])
-    assert chosen[0] and sum(a != b for a, b in pairwise(chosen)) <= 1
+    assert chosen == [True] * 4000

@@ -349,7 +349,7 @@ def server(smollm2_path: Path, certified_artifact: Path, tmp_path_factory: Any) 
         pytest.fail(f"The server does not answer:\n{log.read_text()[-3000:]}")
     yield address
     process.terminate()
-    assert process.wait(120) is not None
+    assert process.wait(60) is not None
 
 
 def test_a_server_under_load_neither_loses_nor_mixes_answers(

@@ -78,6 +78,8 @@ class Audit:
         Returns:
             The requests to audit, for what their exit heads will return.
         """
+        if not self._settings.audit_rate:  # nothing to follow, and nothing to read from the device
+            return {}
         lengths, running = requests.lengths[decoding].long(), dict[int, Followed]()
         blocks = [requests.block_of(decoding, lengths - back).tolist() for back in (2, 1)]
         self._audited = {}

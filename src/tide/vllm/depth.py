@@ -149,7 +149,8 @@ class DepthForward:
             self._run(number + 1, active)
         if len(active.tokens):
             out[active.tokens] = active.hidden
-        self.audit.compare(audits, out[token_of])
+        if audits:
+            self.audit.compare(audits, out[token_of])
 
     def _run(self, number: int, active: ActiveTokens) -> None:
         """Run a segment for the active tokens."""
