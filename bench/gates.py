@@ -22,7 +22,7 @@ from tide.calibration.collect import Collection, CollectPlan
 from tide.calibration.components import Components, FitPlan, fit_components
 from tide.calibration.confidence import fit_confidence_model, fit_prefilter
 from tide.calibration.costs import Costs, measure_costs
-from tide.calibration.data import load_texts, split_documents
+from tide.calibration.data import load_prompts, split_documents
 from tide.calibration.fit import HeadFit, RouterFit, as_served, choose_vocabulary
 from tide.calibration.pipeline import checkpoint_layers, frozen
 from tide.calibration.report import RISKS
@@ -88,7 +88,7 @@ def collect(
     runner: DepthRunner, tokenizer: Any, args: argparse.Namespace, folder: Path, bar: Any
 ) -> Collection:
     """The model's own answers to prompts, split by document, with its states at checkpoints."""
-    documents = split_documents(load_texts(args.data, args.samples), seed=0)
+    documents = split_documents(load_prompts(args.data, args.samples), seed=0)
     identity = fingerprint(runner.model, runner.parts)
     plan = CollectPlan(
         layers=checkpoint_layers(TIDEConfig(checkpoint_interval=args.interval), runner.n_layers),

@@ -74,7 +74,7 @@ class Ground:
         made = good_artifact(self.model, self.runner)
         self.header, self.tensors = made._header(), made._tensors()
         self.run = good_run(made.certificates[0])
-        self.documents = Documents(("one two", "three four"), ("five", "six"), ("seven",))
+        self.documents = Documents(("one two", "three four"), ("five", "six"), ("seven",), ())
         self.work = folder / "work"
         self.collection(self.work).collect(self.runner, Characters(), self.documents)
         load_or_measure(self.work / "costs.json", self.runner, 0, TIDEConfig(), 1)

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from measure import write
+from soak import free_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -116,8 +118,8 @@ def prompt(length: int) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (1, length), generator=draw)
 
 
-def measure(model: Any, run: Callable[..., Any], length: int, new: int) -> dict[str, float]:
-    """Milliseconds and megabytes of a token after a context, and the largest tensors."""
+def measure(run: Callable[..., Any], length: int, new: int) -> tuple[float, float]:
+    """Milliseconds of a token after a context, and megabytes of all."""
     ids, times = prompt(length), []
 
     class Clock:
@@ -129,18 +131,38 @@ def measure(model: Any, run: Callable[..., Any], length: int, new: int) -> dict[
         def end(self) -> None:
             pass
 
+    free_memory()
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     run(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=Clock())
     peak, decoding = _memory("VmHWM") - before, times[length:]
-    with Largest(model, length) as largest:
-        run(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-    return {
-        "ms_per_token": round(1e3 * (decoding[-1] - decoding[0]) / (len(decoding) - 1), 3),
-        "peak_mb": round(peak, 1),
-        "rows_of_logits": largest.logits,
-        "entries_of_mask": largest.mask,
-    }
+    return 1e3 * (decoding[-1] - decoding[0]) / (len(decoding) - 1), peak
+
+
+def compare(
+    model: Any, some: Mapping[str, Callable[..., Any]], length: int, new: int, repeats: int
+) -> list[dict[str, Any]]:
+    """All methods in turn, some times: medians, and the largest tensors of each."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in some}
+    for _ in range(repeats):
+        for name, run in some.items():
+            found[name].append(measure(run, length, new))
+    rows = []
+    for name, run in some.items():
+        with Largest(model, length) as largest:
+            run(prompt(length), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+        milliseconds, megabytes = zip(*found[name], strict=True)
+        rows.append(
+            {
+                "method": name, "context": length,
+                "ms_per_token": round(statistics.median(milliseconds), 3),
+                "ms_per_token_range": [round(min(milliseconds), 3), round(max(milliseconds), 3)],
+                "peak_mb": round(statistics.median(megabytes), 1),
+                "rows_of_logits": largest.logits, "entries_of_mask": largest.mask,
+            }
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
 
 
 def _memory(what: str) -> float:
@@ -153,6 +175,7 @@ def main() -> None:
     parser.add_argument("--model", help="a model folder; otherwise a tiny random model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16_384, 32_000])
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the result here as JSON")
     args = parser.parse_args()
@@ -164,16 +187,13 @@ def main() -> None:
     for run in some.values():  # warm up
         run(prompt(64), max_new_tokens=8, do_sample=False)
     for length in args.lengths:
-        for name, run in some.items():
-            found = measure(model, run, length, args.new_tokens)
-            results.append({"method": name, "context": length, **found})
-            print(results[-1], flush=True)
+        results += compare(model, some, length, args.new_tokens, args.repeats)
     document = {
         "what": "time, memory and largest tensors against the length of the context",
         "conditions": {
             "model": Path(args.model).name if args.model else RANDOM,
             "positions": model.config.max_position_embeddings,
-            "new_tokens": args.new_tokens, "threads": args.threads,
+            "new_tokens": args.new_tokens, "repeats": args.repeats, "threads": args.threads,
             "processor": processor(), "torch": torch.__version__, "tide": tide.__version__,
         },
         "results": results,

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import queue
 import random
 import threading
@@ -32,6 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 
+CALLS_OF_A_ROUND = 50  # memory is looked at after each round
 # Options of calls; all but the first change tokens.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
@@ -96,11 +99,9 @@ def soak_threads(
         for found, call in zip(alone, calls, strict=True)
     )
     rng, work = random.Random(seed), queue.SimpleQueue[int]()
-    for _ in range(count):
-        work.put(rng.randrange(len(calls)))
     outcomes: list[str] = []
     stop = threading.Event()
-    memory = MemorySlope(lambda: [psutil.Process()])
+    kept = MemorySlope(lambda: [psutil.Process()])
 
     def run() -> None:
         while not stop.is_set():
@@ -118,23 +119,40 @@ def soak_threads(
             outcomes.append(what)
 
     began = time.perf_counter()
-    workers = [threading.Thread(target=run) for _ in range(threads)]
+    # Between the rounds no call is under way: what memory is held then is kept from call to call.
+    rounds = max(1, count // CALLS_OF_A_ROUND)
     with contextlib.suppress(KeyboardInterrupt), Progress() as bar:
         task = bar.add_task("calls", total=count)
-        for worker in workers:
-            worker.start()
-        while any(worker.is_alive() for worker in workers):
-            time.sleep(0.2)
-            memory.sample(len(outcomes))
-            bar.update(task, completed=len(outcomes))
-    stop.set()
-    for worker in workers:
-        worker.join()
+        for number in range(rounds):
+            for _ in range(count * number // rounds, count * (number + 1) // rounds):
+                work.put(rng.randrange(len(calls)))
+            workers = [threading.Thread(target=run) for _ in range(threads)]
+            try:
+                for worker in workers:
+                    worker.start()
+                while any(worker.is_alive() for worker in workers):
+                    time.sleep(0.2)
+                    bar.update(task, completed=len(outcomes))
+            except KeyboardInterrupt:
+                stop.set()
+                raise
+            finally:
+                for worker in workers:
+                    worker.join()
+            free_memory()
+            kept.sample(len(outcomes))
     return {
         "calls": count, "finished": len(outcomes), "outcomes": dict(Counter(outcomes)),
         "distinct": len(calls), "solo_runs_that_differ_from_generate": wrong,
-        "seconds": round(time.perf_counter() - began, 1), "memory": memory.summary(),
+        "seconds": round(time.perf_counter() - began, 1), "memory": kept.summary(),
     }  # fmt: skip
+
+
+def free_memory() -> None:
+    """Give back what is no longer used: without it, memory follows the allocator's habits."""
+    gc.collect()
+    with contextlib.suppress(AttributeError):  # glibc's
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def short_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:

@@ -203,7 +203,7 @@ def prompts_of(args: Any) -> Iterator[dict[str, Any]]:
     if args.data is None:
         given = [row["turns"][0] for row in rows_of("spec_bench/question.jsonl")]
     else:
-        given = [text for _, text in load_by_category(args.data, 4096)]
+        given = [prompt.text for prompt in load_by_category(args.data, 4096)]
     texts = iter(shuffled(given))
     for text in texts:
         ids = chat(tokenizer, [text])["input_ids"][0].tolist()

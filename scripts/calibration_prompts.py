@@ -4,6 +4,7 @@ None of them comes from a source that the benchmarks use (Spec-Bench, GSM8K). Us
 name a file or a data set of their own.
 
     TIDE_DATA=... python scripts/calibration_prompts.py prompts.jsonl
+    TIDE_DATA=... python scripts/calibration_prompts.py code.jsonl --code    # for models of code
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ TASKS = (
     "Is this sentence true? Explain. {sentence}",
 )
 CODE = ("Complete this Python function:\n{code}", "Explain what this function does:\n{code}")
+MORE_CODE = (
+    "Write unit tests for this function:\n{code}",
+    "Translate this function to JavaScript, and implement it:\n{code}",
+)
 
 
 def detokenized(text: str) -> str:
@@ -65,26 +70,33 @@ def articles(path: Path) -> list[tuple[str, str]]:
     return found
 
 
-def prompts(data: Path, seed: int = 0) -> list[str]:
-    """Two tasks on each article and two on each function, in random order."""
+def prompts(data: Path, *, code: bool = False, seed: int = 0) -> list[dict[str, str]]:
+    """Two tasks on each article and two on each function, in random order.
+
+    Args:
+        code: no articles, and four tasks on each function.
+    """
     draw = random.Random(seed)
-    wiki = articles(data / "wikitext2" / "train.raw.gz")
+    wiki = [] if code else articles(data / "wikitext2" / "train.raw.gz")
     out = []
     for number, (title, passage) in enumerate(wiki):
         for task in (TASKS[2 * number % len(TASKS)], TASKS[(2 * number + 1) % len(TASKS)]):
             cut = passage[: draw.randint(300, 1200)]
             whole = re.fullmatch(r"(.{100,}\.) .*", cut)  # up to the end of a sentence
             sentence = re.match(r".{40,}?\. ", cut)
-            out.append(
-                task.format(
-                    title=title, other=draw.choice(wiki)[0], passage=whole[1] if whole else cut,
-                    sentence=sentence[0].strip() if sentence else cut,
-                )
+            text = task.format(
+                title=title, other=draw.choice(wiki)[0], passage=whole[1] if whole else cut,
+                sentence=sentence[0].strip() if sentence else cut,
             )  # fmt: skip
+            out.append({"prompt": text, "document": title})
     with gzip.open(data / "humaneval" / "HumanEval.jsonl.gz", "rt") as file:
         for line in file:
-            code = json.loads(line)["prompt"].strip()
-            out += [task.format(code=code) for task in CODE]
+            row = json.loads(line)
+            tasks = (*CODE, *MORE_CODE) if code else CODE
+            out += [
+                {"prompt": task.format(code=row["prompt"].strip()), "document": row["task_id"]}
+                for task in tasks
+            ]
     draw.shuffle(out)
     return out
 
@@ -92,9 +104,10 @@ def prompts(data: Path, seed: int = 0) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
+    parser.add_argument("--code", action="store_true", help="for models of code")
     args = parser.parse_args()
     if "TIDE_DATA" not in os.environ:
         raise SystemExit("Set TIDE_DATA to a folder that has wikitext2/ and humaneval/.")
-    texts = prompts(Path(os.environ["TIDE_DATA"]))
-    args.out.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    print(f"{len(texts)} prompts written to {args.out}")
+    rows = prompts(Path(os.environ["TIDE_DATA"]), code=args.code)
+    args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    print(f"{len(rows)} prompts written to {args.out}")

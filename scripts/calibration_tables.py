@@ -89,3 +89,35 @@ def other_models() -> str:
     head = ("model", "after layers", "affine head agrees", "identity head agrees",
             "tokens fitted on", "total seconds")  # fmt: skip
     return table(head, rows)
+
+
+def self_drafts() -> str:
+    document = read("self_drafts")
+    found = document["results"]
+    lossless = next(row for row in found["measured"] if row["method"] == "lossless")
+    rows = [
+        (way["way"], f"{way['layers_drafting']} of {found['layers']}", way["layers_kept"],
+         percent(way["right"]), way["tokens_of_a_pass"], times(way["speedup"]),
+         times(way["limit"]))
+        for way in found["ways"]
+    ]  # fmt: skip
+    rows.append(
+        ("context drafts of mode `lossless`, measured", "none", "", "", "",
+         times(lossless["speedup"]), "")
+    )  # fmt: skip
+    head = ("drafted by", "layers of a draft", "states taken over from", "right",
+            "tokens of a deep pass", "speed-up", "at most")  # fmt: skip
+    return table(head, rows) + conditions(document["conditions"])
+
+
+def prefill() -> str:
+    document = read("prefill")
+    rows = [
+        (f"{row['prompt']:,}", row["thresholds"], f"{row['seconds']:.2f} s",
+         times(row["speedup"]), percent(1 - row["depth"]), percent(row["disagreement"]),
+         f"{row['prompts_that_differ']} of {document['conditions']['prompts']}")
+        for row in document["results"]
+    ]  # fmt: skip
+    head = ("tokens of the prompt", "threshold scale", "time", "speed-up", "depth saved",
+            "of the next tokens, differ", "prompts after which one differs")  # fmt: skip
+    return table(head, rows) + conditions(document["conditions"])

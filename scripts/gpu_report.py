@@ -137,7 +137,7 @@ def equality(args: argparse.Namespace) -> Any:
 def _texts(args: argparse.Namespace) -> list[str]:
     from tide.calibration.data import load_by_category
 
-    return [text for _, text in load_by_category(args.data, 64)]
+    return [prompt.text for prompt in load_by_category(args.data, 64)]
 
 
 def calibrate(args: argparse.Namespace) -> Any:

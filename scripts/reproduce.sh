@@ -65,6 +65,13 @@ step attack tide bench "$MODEL" "$WORK/certified" --attack --risk 0.05 --dtype b
 step lm_eval python bench/lm_eval_tasks.py "$MODEL" "$WORK/certified" --threads 1 --out $R/lm_eval.json
 step noise_floor python bench/noise_floor.py "$MODEL" --threads 1 --prompts 26 --new 48 \
   --out $R/noise_floor.json
+step prefill python bench/prefill.py "$MODEL" "$DIR" --out $R/prefill.json
+self_drafts() {
+  [ -f "$WORK/code.jsonl" ] || python scripts/calibration_prompts.py "$WORK/code.jsonl" --code
+  python bench/self_drafts.py "$(weights qwen2_5_coder_1_5b)" --data "$WORK/code.jsonl" --prompts 10 \
+    --new 48 --gaps 2 4 8 --out $R/self_drafts.json
+}
+step self_drafts self_drafts
 step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
 
 # Speed in transformers.
@@ -121,6 +128,9 @@ step faults_server python bench/faults.py server --model "$MODEL" --out $R/fault
 step faults_worker python bench/faults.py worker --model "$MODEL" --out $R/faults_worker.json
 step soak_threads python bench/soak.py "$MODEL" threads --out $R/soak_threads.json
 step soak_serve python bench/soak.py "$MODEL" serve --out $R/soak_serve.json
+step soak_memory python bench/soak.py "$MODEL" serve --requests 2000 --out $R/soak_memory.json
+step soak_memory_stock python bench/soak.py "$MODEL" serve --requests 2000 --stock \
+  --out $R/soak_memory_stock.json
 step soak_engines python bench/soak.py "$MODEL" serve --engines 2 --eager --requests 1000 \
   --out $R/soak_engines.json
 step certify_simulation python bench/certify_simulation.py --out $R/certify_simulation.json

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from results import conditions, read, table
@@ -50,14 +51,15 @@ def long_context(name: str = "long_context") -> str:
     rows = [
         (
             f"{length:,}", name, f"{of['ms_per_token']:.2f} ms",
+            "{:.2f} to {:.2f}".format(*of["ms_per_token_range"]),
             f"{of['ms_per_token'] / some['HF generate']['ms_per_token']:.2f}",
             f"{of['peak_mb']:.0f} MB", of["rows_of_logits"], f"{of['entries_of_mask']:,}",
         )
         for length, some in by_length.items()
         for name, of in some.items()
     ]  # fmt: skip
-    head = ("context", "method", "time per token", "of HF generate's", "peak memory",
-            "most rows of logits", "most entries of a mask")  # fmt: skip
+    head = ("context", "method", "time per token", "range", "of HF generate's", "peak memory",
+            "most tokens with logits at once", "most entries of a mask")  # fmt: skip
     return table(head, rows) + conditions(found["conditions"])
 
 
@@ -104,6 +106,24 @@ def soak_serve(name: str = "soak_serve") -> str:
     return table(("requests to `tide serve`", ""), rows) + conditions(document["conditions"])
 
 
+def soak_memory() -> str:
+    """What the processes of a server grow by, ours and vLLM's own."""
+    documents = {"`tide serve`": read("soak_memory"), "vLLM's own": read("soak_memory_stock")}
+    rows = []
+    for name, document in documents.items():
+        of = document["results"]["memory"]
+        by = Counter[str]()
+        for process, slope in of["mb_per_1000_by_process"].items():
+            by[process.rsplit(" ", 1)[0]] += slope
+        each = ", ".join(f"{process} {slope:+.2f}" for process, slope in by.items())
+        rows.append((name, f"{document['results']['requests']:,}", _memory(of), each))
+    head = ("server", "requests", "memory of all processes", "by process")
+    shared = {
+        k: v for k, v in document["conditions"].items() if k not in ("stock", "seconds_to_start")
+    }
+    return table(head, rows) + conditions(shared)
+
+
 def server_faults(name: str) -> str:
     document = read(name)
     found = document["results"]
@@ -114,13 +134,13 @@ def server_faults(name: str) -> str:
         )
         for what, of in found["killed"].items()
     ]  # fmt: skip
-    head = ("killed", "kills", "exit codes of `tide serve`", "processes left",
+    head = ("killed", "kills", "exit codes of `tide serve`", "processes that remained",
             "same answers after a restart")  # fmt: skip
     end = found["told_to_end"]
     note = (
-        f"\n\nRequests under way at a kill: {_listed(found['requests_under_way'])}. Told to end by "
-        f"SIGTERM with `--shutdown-timeout`: {_listed(end['requests'])}, exit code "
-        f"{end['exit_code']}, processes left: {end['left']}."
+        f"\n\nWhat became of the requests at the kills: {_listed(found['requests_under_way'])}. "
+        f"Told to end by SIGTERM with `--shutdown-timeout`: {_listed(end['requests'])}, exit code "
+        f"{end['exit_code']}, processes that remained: {end['left']}."
     )
     return table(head, rows) + note + conditions(document["conditions"])
 

@@ -18,7 +18,7 @@ from tide.calibration.choose import _PRICES, choose, follow, one_scorer
 from tide.calibration.collect import Collection, CollectPlan
 from tide.calibration.confidence import fit_confidence_model
 from tide.calibration.costs import Costs
-from tide.calibration.data import load_texts, split_documents
+from tide.calibration.data import Prompt, load_prompts, load_texts, split_documents
 from tide.calibration.pipeline import calibrate, checkpoint_layers
 from tide.calibration.scores import PARTS, Scores, auc, observe
 from tide.config import TIDEConfig
@@ -144,7 +144,7 @@ def collect_plan(**changes: Any) -> CollectPlan:
 
 
 def test_processes_share_the_units(tmp_path: Path, monkeypatch: Any) -> None:
-    documents = split_documents(texts(80))
+    documents = split_documents(load_prompts(texts(80)))
     plan = collect_plan(layers=(1, 3), documents=documents.fingerprint)
     alone, shared = Collection(tmp_path / "alone", plan), Collection(tmp_path / "shared", plan)
     runner = attach(tiny_model("llama"))
@@ -168,7 +168,7 @@ def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
 
 def test_a_collection_stores_the_context_of_each_position(tmp_path: Path) -> None:
     model = tiny_model("llama")
-    documents = split_documents(texts(12))
+    documents = split_documents(load_prompts(texts(12)))
     plan = collect_plan(layers=(2,), on_policy=False, documents=documents.fingerprint)
     collection = Collection(tmp_path, plan)
     collection.collect(attach(model), tiny_tokenizer(), documents)
@@ -186,11 +186,32 @@ def test_a_collection_stores_the_context_of_each_position(tmp_path: Path) -> Non
 
 
 def test_splits_share_no_document_and_follow_the_seed() -> None:
-    documents = split_documents(texts(100))
+    documents = split_documents(load_prompts(texts(100)))
     parts = [set(documents.fit), set(documents.tuning), set(documents.certify)]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 100
-    assert split_documents(texts(100)) == documents
-    assert split_documents(texts(100), seed=1).fingerprint != documents.fingerprint
+    assert split_documents(load_prompts(texts(100))) == documents
+    assert split_documents(load_prompts(texts(100)), seed=1).fingerprint != documents.fingerprint
+
+
+def test_prompts_of_one_document_stay_in_one_split(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"{task} {k}", "document": f"d{k}"} for k in range(20) for task in "abc"]
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [*rows, {"text": "d3", "document": None}])
+    )
+    found = load_prompts(path)
+    assert found[0] == Prompt("a 0", document="d0")
+    documents = split_documents(found)
+    by = [{text.split()[-1] for text in s} for s in (documents.fit, documents.tuning)]
+    reserved = {text.split()[-1] for text in documents.certify}
+    assert len(documents.fit + documents.tuning + documents.certify) == 61
+    assert sum(map(len, [*by, reserved])) == 21  # a text may have the name of a document
+    unused = [p for p in found if set(documents.used).isdisjoint(p.keys)]
+    assert {p.text for p in unused} == set(documents.certify)
+    # Another text about a document that was used.
+    assert not set(documents.used).isdisjoint(Prompt("new", document=f"d{min(by[0])}").keys)
+    with pytest.raises(DataError, match="4 texts of 2 documents"):
+        split_documents([Prompt(t, document=d) for t, d in ("ax", "bx", "cy", "dy")])
 
 
 def test_texts_come_from_files_and_missing_ones_are_errors(tmp_path: Path) -> None:
@@ -407,7 +428,7 @@ plan = CollectPlan(
 )
 with TemporaryDirectory() as folder:
     collection = Collection(Path(folder), plan)
-    collection.collect(runner, tiny_tokenizer(), Documents(texts, (), ()), splits=("fit",))
+    collection.collect(runner, tiny_tokenizer(), Documents(texts, (), (), ()), splits=("fit",))
     seen = sum(unit.states.shape[1] for unit in collection.units("fit"))
     assert seen == 63 * count, seen
 print(peak_memory_mb())

@@ -12,7 +12,7 @@ import torch
 import tide
 from test_calibrate import run, texts
 from test_generate import GREEDY, WrongHead, artifact, prompts
-from tide.calibration.data import split_documents
+from tide.calibration.data import load_prompts, split_documents
 from tide.certify import certify, noise_floor
 from tide.config import TIDEConfig
 from tide.engine import TIDE
@@ -247,7 +247,7 @@ def test_certifies_end_to_end_on_prompts_not_used_before(model: Any, tmp_path: P
                        risk=0.05)  # fmt: skip
     assert engine.certificate == found[0]
     with pytest.raises(DataError, match="were used in calibration"):
-        documents = split_documents(texts(60))
+        documents = split_documents(load_prompts(texts(60)))
         used = [*documents.fit, *documents.tuning]
         certify(model, tiny_tokenizer(), tmp_path / "router", used, **options)
 

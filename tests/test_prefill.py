@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import prefill as bench
 import pytest
 import torch
 from torch import Tensor
@@ -184,3 +185,16 @@ def test_padded_prompts_with_a_large_mask_run_in_chunks(
     # Prompts without padding need no mask, and run at once.
     tide.generate(**{**prompts(1), **GREEDY, "max_new_tokens": 1})
     assert tide.runner.counts.calls == [1] * 6
+
+
+def test_the_study_of_prompts_with_exits_finds_no_difference_where_none_exits() -> None:
+    model = tiny_model("llama", max_position_embeddings=256)
+    tide = exits_in_prefill(model, prefill_exit=True)
+    tide.artifact.config = tide.artifact.config.with_(min_layers=0)
+    open_gates = bench.with_exits(tide.runner, tide.artifact, 1.0)
+    ways = {bench.FULL: bench.at_full_depth(tide.runner), "all": open_gates}
+    full, all_exit = bench.compare(tide.runner, ways, [random_ids(40), random_ids(40).flip(1)], 8)
+    assert (full["depth"], full["disagreement"], full["prompts_that_differ"]) == (1, 0, 0)
+    # Thirty-nine of forty tokens exit after four of six layers.
+    assert all_exit["depth"] == pytest.approx((39 * 4 + 6) / 240, abs=1e-4)
+    assert all_exit["disagreement"] > 0

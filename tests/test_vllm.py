@@ -188,13 +188,15 @@ def test_an_unlisted_architecture_may_have_drafts(tmp_path: Path) -> None:
 def test_vllm_answers_for_calibration(
     model: Any, smollm2_path: Path, prompts: list[list[int]]
 ) -> None:
-    greedy, sampled = case(
+    greedy, sampled, processes = case(
         "calibration_answers", model=str(smollm2_path), prompts=prompts[:2], new=8
     )
     for prompt, answer in zip(prompts, greedy, strict=False):
         out = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
         assert out[0, len(prompt) :].tolist() == answer
     assert [len(answer) for answer in sampled] == [8, 8]
+    # No process that would outlive a kill of this one.
+    assert not [name for name in processes if "VLLM" in name]
 
 
 def serve_arguments(*given: str) -> list[str]:

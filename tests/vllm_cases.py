@@ -231,11 +231,19 @@ def _folded_and_spoiled(model: Any) -> tuple[bool, bool]:
 
 
 def calibration_answers(given: dict[str, Any]) -> Any:
-    """The answers along which calibration collects states."""
+    """The answers along which calibration collects states, and the processes that give them."""
+    import psutil
+    import torch
+
     from tide.vllm.answers import VllmAnswers
 
+    del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
     generate = VllmAnswers(given["model"], "float32")
-    return [generate(given["prompts"], given["new"], temperature) for temperature in (0.0, 0.7)]
+    threads = torch.get_num_threads() + 1
+    torch.set_num_threads(threads)
+    assert torch.get_num_threads() == threads  # vLLM has disabled setting it
+    found = [generate(given["prompts"], given["new"], temperature) for temperature in (0.0, 0.7)]
+    return *found, [process.name() for process in psutil.Process().children(recursive=True)]
 
 
 def target_matches(given: dict[str, Any]) -> Any:

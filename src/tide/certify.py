@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tide.calibration.answers import answer, pad_left
 from tide.calibration.bounds import betting, learn_then_test
-from tide.calibration.data import encode_prompts, load_texts, text_key
+from tide.calibration.data import Prompt, encode_prompts, load_prompts
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ConfigError, DataError
@@ -106,7 +106,7 @@ def certify(
     config = config or TIDEConfig(min_layers=made.config.min_layers)
     config = config.with_(mode="exit", exit_threshold=None, audit_tail=True)
     _check(risks, delta, threshold_scales, config)
-    texts = unseen(load_texts(prompts), made)[:samples]
+    texts = unseen(load_prompts(prompts), made)[:samples]
     encoded = encode_prompts(tokenizer, texts, max_prompt)
     workload = Workload(texts=texts, encoded=encoded, new_tokens=new_tokens, batch=batch)
     with bars(quiet) as bar:
@@ -175,13 +175,16 @@ def _tested(of: Certificate) -> tuple[Any, ...]:
     return of.risk, of.delta, of.loss, of.exits, of.min_layers, of.dtype, of.kv_cache_strategy
 
 
-def unseen(texts: Sequence[str], made: Artifact) -> list[str]:
-    """The texts that calibration has not used; a certificate on others would be void."""
+def unseen(prompts: Sequence[Prompt], made: Artifact) -> list[str]:
+    """The texts that calibration has not used, nor others of their documents.
+
+    A certificate on those would be void.
+    """
     used = set(made.record.get("used", ()))
-    found = [text for text in texts if text_key(text) not in used]
+    found = [prompt.text for prompt in prompts if used.isdisjoint(prompt.keys)]
     if not found:
         raise DataError(
-            f"All {len(texts)} prompts were used in calibration. Give other prompts; calibration "
+            f"All {len(prompts)} prompts were used in calibration. Give other prompts; calibration "
             "always reserves a part of its own data for certification."
         )
     return found

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tide.errors import DataError
 
@@ -27,13 +27,38 @@ STARTER = Path(__file__).with_name("starter.txt")
 _TEXT_KEYS = ("text", "prompt", "question", "instruction", "turns")
 
 
+class Prompt(NamedTuple):
+    """A text of the data.
+
+    Attributes:
+        text: of the prompt.
+        category: "" where none is given.
+        document: name of what the text was made from, such as an article; "" where none is given.
+    """
+
+    text: str
+    category: str = ""
+    document: str = ""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Short hashes of the text and, where one is named, its document."""
+        return tuple(text_key(name) for name in (self.text, self.document) if name)
+
+
 @dataclass(frozen=True)
 class Documents:
-    """Texts, each in exactly one split: no text used for fitting is used for certification."""
+    """Prompts by split. No document that is used for fitting is used for certification.
+
+    Attributes:
+        fit, tuning, certify: texts of the splits.
+        used: keys of the prompts that certification must not use.
+    """
 
     fit: tuple[str, ...]
     tuning: tuple[str, ...]
     certify: tuple[str, ...]
+    used: tuple[str, ...]
 
     @property
     def fingerprint(self) -> str:
@@ -45,13 +70,14 @@ class Documents:
         return digest.hexdigest()[:16]
 
 
-def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> list[str]:
-    """Texts of a local file, a Hugging Face data set or a list, in their order, without repeats.
+def load_prompts(source: str | Path | Iterable[str], limit: int | None = None) -> list[Prompt]:
+    """Prompts of a local file, a Hugging Face data set or a list, in their order, without repeats.
 
     Args:
-        source: a `.txt` (a paragraph each), `.jsonl` or `.json` file, also gzipped; "starter" for
-            prompts that ship with the package, enough for a first look and not for serving; the
-            name of a data set on the hub; or the texts themselves.
+        source: a `.txt` (a paragraph each), `.jsonl` or `.json` file, also gzipped, whose objects
+            may name a "category" and a "document"; "starter" for prompts that ship with the
+            package, enough for a first look and not for serving; the name of a data set on the hub;
+            or the texts themselves.
         limit: most texts to take.
 
     Raises:
@@ -60,47 +86,54 @@ def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> 
     if isinstance(source, (str, Path)):
         records, name = _records(source), str(source)
     else:
-        records, name = (("", text) for text in source), "the list given"
-    return [text for _, text in _nonempty(islice(_distinct(records), limit), name)]
+        records, name = map(Prompt, source), "the list given"
+    return _nonempty(islice(_distinct(records), limit), name)
 
 
-def load_by_category(source: str | Path, limit: int) -> list[tuple[str, str]]:
-    """Categories and texts, taken from the categories in turn, without repeats.
+def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> list[str]:
+    """The texts of `load_prompts`."""
+    return [prompt.text for prompt in load_prompts(source, limit)]
 
-    Lines of a `.jsonl` file may have a key "category"; a text without one has the category "".
-    """
+
+def load_by_category(source: str | Path, limit: int) -> list[Prompt]:
+    """Prompts, taken from the categories in turn, without repeats."""
     records = _distinct(_records(source))
     if not _path(source).exists():
         records = islice(records, limit)  # a data set has no known categories and may be large
-    by: dict[str, list[tuple[str, str]]] = {}
-    for category, text in _nonempty(records, str(source)):
-        by.setdefault(category, []).append((category, text))
+    by: dict[str, list[Prompt]] = {}
+    for prompt in _nonempty(records, str(source)):
+        by.setdefault(prompt.category, []).append(prompt)
     turns = zip_longest(*by.values())
-    return [record for turn in turns for record in turn if record is not None][:limit]
+    return [prompt for turn in turns for prompt in turn if prompt is not None][:limit]
 
 
 def split_documents(
-    texts: Sequence[str], *, seed: int = 0, tuning: float = 0.2, certify: float = 0.15
+    prompts: Sequence[Prompt], *, seed: int = 0, tuning: float = 0.2, certify: float = 0.15
 ) -> Documents:
-    """Split texts by document, at random by `seed`.
+    """Split prompts by document, at random by `seed`; one that names none is its own document.
 
     Args:
         tuning, certify: shares reserved for choosing thresholds and for certification.
     """
-    if len(texts) < 3:
+    by: dict[tuple[bool, str], list[Prompt]] = {}
+    for prompt in prompts:
+        by.setdefault((bool(prompt.document), prompt.document or prompt.text), []).append(prompt)
+    if len(by) < 3:
         raise DataError(
-            f"Got {len(texts)} texts; fitting, tuning and certification need at least one each, "
-            "and a useful calibration needs some hundreds."
+            f"Got {len(prompts)} texts of {len(by)} documents; fitting, tuning and certification "
+            "need at least one document each, and a useful calibration needs some hundreds."
         )
-    order = list(texts)
+    order = list(by.values())
     random.Random(seed).shuffle(order)
     n_tuning, n_certify = (max(1, round(share * len(order))) for share in (tuning, certify))
-    n_fit = len(order) - n_tuning - n_certify
-    return Documents(
-        fit=tuple(order[:n_fit]),
-        tuning=tuple(order[n_fit : n_fit + n_tuning]),
-        certify=tuple(order[n_fit + n_tuning :]),
+    n_used = len(order) - n_certify
+    n_fit = n_used - n_tuning
+    parts = order[:n_fit], order[n_fit:n_used], order[n_used:]
+    fit, chosen, reserved = (
+        tuple(prompt.text for document in part for prompt in document) for part in parts
     )
+    used = (key for document in order[:n_used] for prompt in document for key in prompt.keys)
+    return Documents(fit, chosen, reserved, tuple(dict.fromkeys(used)))
 
 
 def text_key(text: str) -> str:
@@ -126,27 +159,27 @@ def encode_texts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[
     return [list(ids[:max_tokens]) for ids in tokenizer(list(texts))["input_ids"]]
 
 
-def _records(source: str | Path) -> Iterator[tuple[str, str]]:
-    """Categories and texts of a file, or of a data set."""
+def _records(source: str | Path) -> Iterator[Prompt]:
+    """Prompts of a file, or of a data set."""
     path = _path(source)
     if path.exists():
         return _from_file(path)
-    return (("", text) for text in _from_hub(str(source)))
+    return map(Prompt, _from_hub(str(source)))
 
 
-def _distinct(records: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+def _distinct(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
     """Each non-empty text once, stripped."""
     seen = set()
-    for category, text in records:
-        text = text.strip()
+    for prompt in prompts:
+        text = prompt.text.strip()
         if text and text not in seen:
             seen.add(text)
-            yield category, text
+            yield prompt._replace(text=text)
 
 
-def _nonempty(records: Iterable[tuple[str, str]], name: str) -> list[tuple[str, str]]:
-    """The records as a list; none at all is an error."""
-    found = list(records)
+def _nonempty(prompts: Iterable[Prompt], name: str) -> list[Prompt]:
+    """The prompts as a list; none at all is an error."""
+    found = list(prompts)
     if not found:
         raise DataError(f"There is no text in {name}. Name a file with one text per line.")
     return found
@@ -156,27 +189,28 @@ def _path(source: str | Path) -> Path:
     return STARTER if source == "starter" else Path(source)
 
 
-def _from_file(path: Path) -> Iterator[tuple[str, str]]:
-    """Categories and texts of a file; the category is "" where none is given."""
+def _from_file(path: Path) -> Iterator[Prompt]:
+    """Prompts of a file."""
     is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
     opened: Any = gzip.open if path.suffix == ".gz" else open
     with opened(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _parse(line, f"{path}, line {number}") if is_json else ("", line)
+                yield _parse(line, f"{path}, line {number}") if is_json else Prompt(line)
 
 
-def _parse(line: str, where: str) -> tuple[str, str]:
-    """Category and text of one JSON line."""
+def _parse(line: str, where: str) -> Prompt:
+    """The prompt of one JSON line."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where} is not JSON: {error}. Give one object per line.") from error
     if isinstance(record, str):
-        return "", record
+        return Prompt(record)
     for key in _TEXT_KEYS:
         if isinstance(record, dict) and key in record:
-            return str(record.get("category", "")), _text(record[key])
+            about = (str(record.get(name) or "") for name in ("category", "document"))
+            return Prompt(_text(record[key]), *about)
     raise DataError(f"{where} has none of the keys {', '.join(_TEXT_KEYS)}.")
 
 

@@ -16,7 +16,7 @@ from tide.calibration.collect import Collection, CollectPlan, process
 from tide.calibration.components import FitPlan, fit_components
 from tide.calibration.confidence import fit_confidence_model, fit_prefilter
 from tide.calibration.costs import CANDIDATES, load_or_measure
-from tide.calibration.data import load_texts, split_documents
+from tide.calibration.data import load_prompts, split_documents
 from tide.calibration.fit import HeadFit, RouterFit
 from tide.calibration.replays import expected, fastest, record
 from tide.calibration.report import (
@@ -107,10 +107,10 @@ def calibrate(
     n_layers, hidden_size = runner.n_layers, runner.config.hidden_size
     layers = checkpoint_layers(config, n_layers)
     _check(config, layers, n_layers, label, risk)
-    texts = load_texts(
+    prompts = load_prompts(
         data if data is not None else config.calibration_dataset, config.calibration_samples
     )
-    documents = split_documents(texts, seed=seed)
+    documents = split_documents(prompts, seed=seed)
     identity = fingerprint(model, runner.parts)
     collect_plan = CollectPlan(
         layers=layers,

@@ -11,7 +11,7 @@ from torch import Tensor
 from tide.calibration.choose import Choice, best, follow, one_scorer
 from tide.calibration.collect import Collection
 from tide.calibration.costs import Costs
-from tide.calibration.data import Documents, text_key
+from tide.calibration.data import Documents
 from tide.calibration.fit import coverage
 from tide.calibration.scores import Scores
 
@@ -56,7 +56,7 @@ def data_record(documents: Documents, collection: Collection) -> dict[str, Any]:
             "fingerprint": documents.fingerprint,
         },
         "tokens": {split: sum(map(len, collection.answers(split))) for split in ("fit", "tuning")},
-        "used": [text_key(text) for text in (*documents.fit, *documents.tuning)],
+        "used": list(documents.used),
     }
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tide.cli.loading import conditions, data_options, load, model_options
+
+if TYPE_CHECKING:
+    from tide.calibration.data import Prompt
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _modes(
-    args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[tuple[str, str]]
+    args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -78,9 +81,9 @@ def _modes(
     from tide.calibration.data import encode_prompts
 
     greedy = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    categories = [category for category, _ in prompts]
+    categories = [prompt.category for prompt in prompts]
     encoded = []
-    for ids in encode_prompts(tokenizer, [text for _, text in prompts], 512):
+    for ids in encode_prompts(tokenizer, [prompt.text for prompt in prompts], 512):
         tensors = pad_left(tokenizer, [ids], model.device)
         encoded.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
     engines = _engines(args, made, model)
@@ -141,7 +144,7 @@ def _engines(args: argparse.Namespace, made: Any, model: Any, **options: Any) ->
 
 
 def _attack(
-    args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[tuple[str, str]]
+    args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> Any:
     from tide.bench.attack import GOALS, Search, attack, defend
     from tide.config import TIDEConfig
@@ -152,7 +155,7 @@ def _attack(
     if len(args.risk) > 1:
         raise ConfigError(f"--attack takes one --risk; got {len(args.risk)}.")
     settings = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
-    texts, results = [text for _, text in prompts], []
+    texts, results = [prompt.text for prompt in prompts], []
     search = Search(args.generations, min(16, len(texts)), args.new_tokens)
     with bars(quiet=False) as bar:
         for goal in GOALS:

@@ -7,6 +7,7 @@ interrupted continues with other samples than it would have had.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,13 +33,19 @@ class VllmAnswers:
             raise ConfigError(
                 "vLLM spreads over devices by itself; calibrate with --engine vllm in one process."
             )
+        # An engine in a process of its own would outlive a kill of this one, with all its memory.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
 
         # On a CPU, compiling takes longer than it saves here.
         eager = not torch.accelerator.is_available()
         options: dict[str, Any] = {"dtype": dtype, "seed": seed, "enforce_eager": eager}
         # Both engines load the model, so each gets less than half of the memory.
-        self._llm = LLM(model, gpu_memory_utilization=0.45, **options)
+        set_threads = torch.set_num_threads  # vLLM's worker for CPUs disables it in its process
+        try:
+            self._llm = LLM(model, gpu_memory_utilization=0.45, **options)
+        finally:
+            torch.set_num_threads = set_threads
 
     def __call__(
         self, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float
