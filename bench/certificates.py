@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tide
 from tide.bench.attack import match_baseline
 from tide.calibration.data import encode_prompts
-from tide.certify import Workload, certify, measure_losses
+from tide.certification import Workload, certify, measure_losses
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.risk import CircuitBreaker, DriftMonitor, DriftWarning

@@ -28,7 +28,7 @@ from scipy.stats import beta, binom
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))
 
-import tide.certify  # noqa: E402
+import tide.certification  # noqa: E402
 from tide.config import TIDEConfig  # noqa: E402
 from tide.engine import TIDE  # noqa: E402
 from tide.exits.artifact import Artifact  # noqa: E402
@@ -100,8 +100,8 @@ def scripted_model() -> tuple[Any, Artifact]:
 def certify(model: Any, made: Artifact, draw: Draw) -> float | None:
     """The setting that is certified."""
     made.certificates = []
-    with mock.patch.object(tide.certify, "TIDE", draw.engine):
-        found = tide.certify.certify(
+    with mock.patch.object(tide.certification, "TIDE", draw.engine):
+        found = tide.certification.certify(
             model, tiny_tokenizer(), made, draw.texts, risk=RISK, delta=DELTA,
             config=TIDEConfig(min_layers=0, drafts=()), threshold_scales=tuple(TRUE_RISKS),
             new_tokens=NEW, batch=len(draw.texts), quiet=True,

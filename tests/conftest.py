@@ -134,7 +134,7 @@ def certified_artifact(
     model: Any, tokenizer: Any, small_artifact: Path, once: Callable[..., Path]
 ) -> Path:
     """The same with a certificate for vLLM, at a risk high enough for few sequences to show."""
-    from tide.certify import certify
+    from tide.certification import certify
 
     def make(folder: Path) -> None:
         Artifact.load(small_artifact).save(folder)

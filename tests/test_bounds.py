@@ -22,7 +22,7 @@ from risk_simulation import (
     violations,
 )
 
-import tide.certify
+import tide.certification
 from tide.calibration.bounds import (
     betting,
     fewest_sequences,
@@ -108,10 +108,10 @@ def test_the_engine_loses_what_scripted_gates_let_exit() -> None:
     """So the risk of a setting is known in `bench/certify_simulation.py`."""
     model, made = scripted_model()
     draw = Draw(np.random.default_rng(0), 16)
-    certified, losses = tide.certify.measure_losses, []
+    certified, losses = tide.certification.measure_losses, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            tide.certify, "measure_losses",
+            tide.certification, "measure_losses",
             lambda *args, **kwargs: losses.append(certified(*args, **kwargs)) or losses[-1],
         )  # fmt: skip
         assert certify(model, made, draw) is None  # so few show nothing

@@ -13,7 +13,7 @@ import tide
 from test_calibrate import run, texts
 from test_generate import GREEDY, WrongHead, artifact, prompts
 from tide.calibration.data import load_prompts, split_documents
-from tide.certify import certify, noise_floor
+from tide.certification import certify, noise_floor
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import CertificateError, ConfigError, DataError
@@ -22,6 +22,7 @@ from tide.exits.artifact import Artifact
 from tide.exits.certificate import TASK_LOSS, TOKEN_LOSS, Certificate
 from tide.exits.policy import ScriptedPolicy
 from tide.exits.thresholds import Thresholds
+from tide.models.costs import measure_passes
 from tide.models.fingerprint import Fingerprint, fingerprint
 from tide.models.locate import locate
 from tide.risk import (
@@ -227,7 +228,16 @@ def test_the_user_chooses_the_reaction_to_drift() -> None:
         CircuitBreaker(DriftMonitor(0.02), "panic")
 
 
-def test_certifies_end_to_end_on_prompts_not_used_before(model: Any, tmp_path: Path) -> None:
+def test_certifies_end_to_end_on_prompts_not_used_before(
+    model: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    timed: list[int] = []
+
+    def measure(runner: Any, stages: Any, sequences: int, **options: Any) -> Any:
+        timed.append(sequences)
+        return measure_passes(runner, stages, sequences, **options)
+
+    monkeypatch.setattr("tide.decode.machinery.measure_passes", measure)
     made = run(model, tmp_path / "router", data=texts(60))
     for checkpoint in made.checkpoints:
         checkpoint.thresholds = Thresholds(router=0.0, confidence=1.0)  # no exits, so no errors
@@ -236,6 +246,7 @@ def test_certifies_end_to_end_on_prompts_not_used_before(model: Any, tmp_path: P
     found = certify(
         model, tiny_tokenizer(), tmp_path / "router", texts(260), risk=(0.05, 0.2), **options
     )
+    assert timed and len(timed) == len(set(timed))  # once for a batch of each size
     assert [c.risk for c in found] == [0.05, 0.2]
     assert all(c.threshold_scale == 1.0 and c.estimate == 0.0 for c in found)
     assert found[0].sequences == 260 - 39 - 12  # calibration used 39 to fit, 12 for tuning
@@ -300,7 +311,7 @@ def test_a_risk_below_the_noise_of_the_dtype_is_refused(
     made = artifact()
     made.fingerprint = _fingerprint(rough)
     options = {"new_tokens": 4, "quiet": True, "config": TIDEConfig(min_layers=0)}
-    monkeypatch.setattr("tide.certify.noise_floor", lambda *_: 0.015)
+    monkeypatch.setattr("tide.certification.noise_floor", lambda *_: 0.015)
     with pytest.raises(ConfigError, match=r"differs from itself in 1.50% .*risk of 1.00%.*force"):
         certify(rough, tiny_tokenizer(), made, texts(8), risk=(0.01, 0.02), **options)
     certify(rough, tiny_tokenizer(), made, texts(8), risk=0.01, force=True, **options)

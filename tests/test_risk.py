@@ -12,7 +12,7 @@ import torch
 import tide
 from test_certify import certificate
 from test_generate import GREEDY, NEW, artifact, engine, prompts
-from tide.certify import own_processors
+from tide.certification import own_processors
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ArtifactError, CertificateError

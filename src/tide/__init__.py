@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tide.calibration.assess import assess as assess
     from tide.calibration.pipeline import calibrate as calibrate
-    from tide.certify import certify as certify
+    from tide.certification import certify as certify
     from tide.config import TIDEConfig as TIDEConfig
     from tide.engine import TIDE as TIDE
     from tide.integrations.huggingface import decoder as decoder
@@ -26,7 +26,7 @@ _HOME = {
     "assess": "tide.calibration.assess",
     "attach": "tide.models.attach",
     "calibrate": "tide.calibration.pipeline",
-    "certify": "tide.certify",
+    "certify": "tide.certification",
     "decoder": "tide.integrations.huggingface",
 }
 
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
             f"module 'tide' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
     found = getattr(import_module(_HOME[name]), name)
-    globals()[name] = found  # or, from the second use on, `tide.certify` would be its module
+    globals()[name] = found
     return found
 
 

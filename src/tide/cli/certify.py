@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Certify, write the certificates into the artifact, and print them."""
     from tide import __version__
     from tide.calibration.bounds import fewest_sequences
-    from tide.certify import certify
+    from tide.certification import certify
     from tide.config import TIDEConfig
     from tide.exits.artifact import Artifact
 

@@ -24,6 +24,7 @@ from tide.calibration.answers import answer, pad_left
 from tide.calibration.bounds import betting, learn_then_test
 from tide.calibration.data import Prompt, encode_prompts, load_prompts
 from tide.config import TIDEConfig
+from tide.decode.pass_costs import PassCosts
 from tide.engine import TIDE
 from tide.errors import ConfigError, DataError
 from tide.exits.artifact import Artifact
@@ -114,6 +115,7 @@ def certify(
             floor = noise_floor(model, tokenizer, encoded[: 2 * batch], new_tokens)
             _refuse_noise(floor, risks, dtype_name(model))
         runs: list[np.ndarray] = []
+        costs = PassCosts()  # the same for every setting, so measured once
 
         def settings() -> Iterator[np.ndarray]:
             """The losses of each setting on the path; a setting runs when first needed."""
@@ -122,6 +124,7 @@ def certify(
                     engine = TIDE(
                         model, made, config, threshold_scale=scale, audit_rate=1.0, check=False
                     )
+                    engine.drafter.costs = costs
                     tick = bar(f"Threshold scale {scale:g}")
                     runs.append(
                         measure_losses(engine, tokenizer, workload, loss=loss, progress=tick)
