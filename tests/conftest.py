@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import tide
 from tide.calibration.costs import Costs
 from tide.config import TIDEConfig
 from tide.exits.artifact import Artifact
-from tide.models.costs import LoopCosts
+from tide.models.costs import _REPEATS, LoopCosts
 
 ROOT = Path(__file__).parent.parent
 
@@ -44,6 +44,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _fixed_threads() -> None:
     """Two threads in all: one for each of two workers, which would otherwise stall each other."""
     torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _timed_once() -> Iterator[None]:
+    """What a pass costs decides how much is drafted, never which tokens: one timing will do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tide.models.costs._REPEATS", (1, 1))
+        yield
+
+
+@pytest.fixture
+def timed_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as without `_timed_once`."""
+    monkeypatch.setattr("tide.models.costs._REPEATS", _REPEATS)
 
 
 @pytest.fixture(scope="session")
@@ -123,7 +137,7 @@ def small_artifact(model: Any, tokenizer: Any, once: Callable[..., Path]) -> Pat
             patch.setattr("tide.calibration.costs.measure_loops", lambda *args: loops)
             tide.calibrate(
                 model, tokenizer, folder, TIDEConfig(checkpoint_interval=8, min_layers=16),
-                data=data, new_tokens=48, vocabulary=4096, epochs=16, quiet=True,
+                data=data, new_tokens=24, vocabulary=4096, epochs=16, quiet=True,
             )  # fmt: skip
 
     return once("small", make)

@@ -34,9 +34,11 @@ from tide.models.segments import SegmentRunner
 from tide.models.tokens import TokenBatch
 from tiny import FAMILIES, VOCABULARY, tiny_model
 
-# Inductor takes seconds for each graph, so CI has it for one family, and for the others the same
-# graphs as they are traced. TIDE_TEST_INDUCTOR=1 has it for all.
+# Inductor takes seconds for each graph, so CI has it for one family, and the same graphs as they
+# are traced for those that are built otherwise. TIDE_TEST_INDUCTOR=1 has it for all.
 INDUCTOR = list(FAMILIES) if os.environ.get("TIDE_TEST_INDUCTOR") else ["llama"]
+TRACED = ("deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text",
+          "mixtral", "phi3")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +70,7 @@ def prepared(model: Any, *, one: bool, tokens: tuple[bool, ...]) -> CompiledRunn
     return runner
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", dict.fromkeys((*INDUCTOR, *TRACED)))
 def test_compiled_segments_equal_the_full_forward(
     family: str, monkeypatch: Any, request: Any
 ) -> None:
@@ -161,8 +163,9 @@ def gated() -> Artifact:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("sequences", [1, 4])
-@pytest.mark.parametrize("mode", ["off", "lossless", "exit"])
+@pytest.mark.parametrize(
+    ("mode", "sequences"), [("off", 1), ("lossless", 4), ("exit", 1), ("exit", 4)]
+)
 def test_graphs_decide_as_the_model_does(mode: str, sequences: int) -> None:
     model = tiny_model("llama")
     kwargs = {**prompts(sequences), **GREEDY, "max_new_tokens": 60, "eos_token_id": [5, 40]}
@@ -288,11 +291,13 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("sequences", [1, 8])
-@pytest.mark.parametrize(("mode", "drafts"), [("exit", ("context",)), ("lossless", ("context",))])
+@pytest.mark.parametrize(
+    ("mode", "sequences", "compiled"),
+    [(mode, n, False) for mode in ("exit", "lossless") for n in (1, 8)]
+    + [("exit", 8, True), ("lossless", 1, True)],
+)
 def test_the_host_waits_once_for_each_segment_run(
-    mode: str, drafts: tuple[str, ...], sequences: int, compiled: bool, monkeypatch: Any
+    mode: str, sequences: int, compiled: bool, monkeypatch: Any
 ) -> None:
     """With three checkpoints: one small copy for each segment run, and one upload."""
     model = tiny_model("llama")
@@ -301,7 +306,7 @@ def test_the_host_waits_once_for_each_segment_run(
     if mode == "lossless":
         made = None
     tide = TIDE(
-        model, made, TIDEConfig(mode=mode, min_layers=0, drafts=drafts),
+        model, made, TIDEConfig(mode=mode, min_layers=0, drafts=("context",)),
         policy=None if made is None else ScriptedPolicy(POLICIES["random"][0]),
         allow_mismatch=True, compile=compiled,
     )  # fmt: skip

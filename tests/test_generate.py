@@ -93,9 +93,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+# What ends a text is the same code for every family.
+CASES = [
+    (family, options)
+    for family in FAMILIES for options in OPTIONS
+    if options != "stop strings" or family in ("llama", "gemma3_text")
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("sequences", [1, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "options"), CASES)
 def test_off_and_lossless_equal_generate(family: str, sequences: int, options: str) -> None:
     model = tiny_model(family)
     kwargs = {**prompts(sequences), **GREEDY, **OPTIONS[options]}
@@ -108,10 +115,9 @@ def test_off_and_lossless_equal_generate(family: str, sequences: int, options: s
         expected = model.generate(**kwargs)
         assert sequences > 1 or expected.shape[1] < 9 + NEW
     assert torch.equal(engine(model, "off").generate(**kwargs), expected)
-    for policy in POLICIES:
-        for fixed in (True, False):
-            tide = engine(model, "lossless", policy, max_pending=4, fixed_drafts=fixed)
-            assert torch.equal(tide.generate(**kwargs), expected), policy
+    for policy, fixed in [*((policy, True) for policy in POLICIES), ("random", False)]:
+        tide = engine(model, "lossless", policy, max_pending=4, fixed_drafts=fixed)
+        assert torch.equal(tide.generate(**kwargs), expected), policy
 
 
 @pytest.mark.parametrize("drafts", [(), ("context",), ("exit",), ("context", "exit")])
