@@ -5,7 +5,8 @@
 
 Transformers' prompt lookup drafts 10 tokens whenever it finds a match; TIDE chooses the length by
 the drafts accepted so far, also on earlier prompts. With `--artifact`, it also drafts from the
-artifact's table.
+artifact's table. With `--assistant`, transformers' assisted generation drafts by a smaller model,
+as many tokens as it chooses by default.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from measure import compare, parser, report, spec_bench
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide.bench.compare import BASELINE, EngineMethods
+from tide.calibration.data import load_prompts
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
@@ -42,6 +44,8 @@ def main() -> None:
     options.add_argument("--prompts", type=int, default=48)
     options.add_argument("--new", type=int, default=128)
     options.add_argument("--artifact", type=Path, help="an artifact whose table is used as well")
+    options.add_argument("--assistant", type=Path, help="a smaller model with the same tokenizer")
+    options.add_argument("--data", help="prompts, as tide calibrate takes them, for Spec-Bench's")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
@@ -62,6 +66,11 @@ def main() -> None:
             **batch, **greedy, prompt_lookup_num_tokens=10
         ),
     }
+    if args.assistant:
+        small = AutoModelForCausalLM.from_pretrained(args.assistant, dtype=model.dtype)
+        methods["assisted generation"] = lambda batch: model.generate(
+            **batch, **greedy, assistant_model=small
+        )
     ours = EngineMethods(engines, greedy)
     methods |= ours.methods
     exact = dict.fromkeys(methods, 0)
@@ -76,6 +85,11 @@ def main() -> None:
                 gaps.append(difference["logit_gap"])
 
     questions = spec_bench(args.prompts)
+    if args.data:
+        questions = [
+            {"text": prompt.text, "category": prompt.category}
+            for prompt in load_prompts(args.data)[: args.prompts]
+        ]
     rows = compare(methods, tokenizer, questions, after)
     for row in rows:
         name = row["method"]
@@ -85,7 +99,7 @@ def main() -> None:
                 row["tokens"] * model.config.num_hidden_layers / ours.counted(name)["layers_run"], 3
             )
     report(
-        "lossless decoding of Spec-Bench prompts at batch 1, against HF generate",
+        "lossless decoding at batch 1, against HF generate",
         args,
         {
             "methods": rows,
@@ -99,6 +113,8 @@ def main() -> None:
         prompts=args.prompts,
         new_tokens=args.new,
         table_tokens=made.record["tokens"]["fit"] if made else 0,
+        **({"assistant": args.assistant.name} if args.assistant else {}),
+        data=Path(args.data).stem if args.data else "Spec-Bench",
     )
 
 

@@ -40,7 +40,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("artifact", type=Path)
     options.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 4096])
-    options.add_argument("--prompts", type=int, default=16, help="of each length")
+    options.add_argument("--prompts", type=int, default=8, help="of each length")
     options.add_argument("--new", type=int, default=32, help="tokens that follow")
     options.add_argument("--threshold-scale", type=float, nargs="+", default=[0.25, 1.0, 4.0])
     options.add_argument("--dtype", default="float32")
@@ -60,7 +60,7 @@ def main() -> None:
         results += compare(runner, prefills, prompts, args.new)
     report(
         "prompts with exits", args, results, dtype=args.dtype, prompts=args.prompts,
-        new_tokens=args.new,
+        new_tokens=args.new, calibration_tokens=made.record["tokens"]["fit"],
     )  # fmt: skip
 
 

@@ -121,3 +121,15 @@ def prefill() -> str:
     head = ("tokens of the prompt", "threshold scale", "time", "speed-up", "depth saved",
             "of the next tokens, differ", "prompts after which one differs")  # fmt: skip
     return table(head, rows) + conditions(document["conditions"])
+
+
+def replay() -> str:
+    document = read("replay")
+    modes = {"lossless": "lossless", "exit": "exits alone", "both": "exits and drafts"}
+    rows = [
+        (found["batch"], shown, times(found["expected"][mode]), times(found["measured"][mode]),
+         f"{found['ratio'][mode]:.2f}")
+        for found in document["results"] for mode, shown in modes.items()
+    ]  # fmt: skip
+    head = ("batch", "mode", "expected", "measured", "expected / measured")
+    return table(head, rows) + conditions(document["conditions"])

@@ -65,9 +65,13 @@ step attack tide bench "$MODEL" "$WORK/certified" --attack --risk 0.05 --dtype b
 step lm_eval python bench/lm_eval_tasks.py "$MODEL" "$WORK/certified" --threads 1 --out $R/lm_eval.json
 step noise_floor python bench/noise_floor.py "$MODEL" --threads 1 --prompts 26 --new 48 \
   --out $R/noise_floor.json
-step prefill python bench/prefill.py "$MODEL" "$DIR" --out $R/prefill.json
-self_drafts() {
+step replay python bench/replay.py "$MODEL" "$DIR" --batch 1 4 --dtype float32 --out $R/replay.json
+step prefill python bench/prefill.py "$MODEL" "$DIR" --prompts 6 --out $R/prefill.json
+code_prompts() {
   [ -f "$WORK/code.jsonl" ] || python scripts/calibration_prompts.py "$WORK/code.jsonl" --code
+}
+self_drafts() {
+  code_prompts
   python bench/self_drafts.py "$(weights qwen2_5_coder_1_5b)" --data "$WORK/code.jsonl" --prompts 10 \
     --new 48 --gaps 2 4 8 --out $R/self_drafts.json
 }
@@ -103,6 +107,12 @@ qwen() { "$@" "$(weights qwen2_5_coder_0_5b)"; }
 step compiled_qwen2_5_coder_0_5b qwen python bench/compiled.py --dtype bfloat16 --batch 1 \
   --prompts 6 --exits 0 --out $R/compiled_qwen2_5_coder_0_5b.json
 step lossless python bench/lossless.py "$MODEL" --artifact "$DIR" --out $R/lossless.json
+assisted() {
+  code_prompts
+  python bench/lossless.py "$(weights qwen2_5_coder_1_5b)" --assistant "$(weights qwen2_5_coder_0_5b)" \
+    --data "$WORK/code.jsonl" --prompts 8 --new 32 --dtype float32 --out $R/assisted.json
+}
+step assisted assisted
 step decode_limit_smollm2 python bench/decode_limit.py "$MODEL" --repeats 7 \
   --out $R/decode_limit_smollm2.json
 step decode_limit_random python bench/decode_limit.py random-llama-2048x16 --new 12 --repeats 2 \

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ def test_an_interrupted_command_writes_nothing_incomplete(
         monkeypatch.setattr("tide.models.runner.DepthRunner.run", stop)
     elif command == "bench":
         monkeypatch.setattr(Path, "write_text", stop)
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, disable=True))
     else:
         monkeypatch.setattr("tide.exits.files.save_file", stop)
     capsys.readouterr()
