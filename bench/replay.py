@@ -17,6 +17,7 @@ from tide.calibration.answers import pad_left
 from tide.config import TIDEConfig
 from tide.decode.machinery import tree_lengths
 from tide.decode.player import Setting
+from tide.decode.recycled import RecycledPredictions
 from tide.decode.replay import speedups
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
@@ -79,6 +80,8 @@ def compare(
     groups = [documents[k : k + batch] for k in range(0, len(documents), batch)]
 
     def run(engine: TIDE) -> None:
+        # Or it would draft from its own earlier answers to the same prompts.
+        engine._machinery.recycled = RecycledPredictions()
         for group in groups:
             ids, mask = pad_left(tokenizer, [t[:p] for t, p in group], engine.model.device)
             new = max(len(t) - p for t, p in group)

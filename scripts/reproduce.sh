@@ -30,11 +30,14 @@ weights() { python scripts/weights.py "$1" | tail -1; }
 
 # What calibration makes; the other steps that take DIR need it.
 DIR=$WORK/smollm2
+prompts() {
+  [ -f "$WORK/prompts.jsonl" ] || python scripts/calibration_prompts.py "$WORK/prompts.jsonl"
+}
 # on_prompts NAME COMMAND OPTIONS...: with calibration prompts, on a model by name.
 on_prompts() {
   local name=$1 command=$2
   shift 2
-  [ -f "$WORK/prompts.jsonl" ] || python scripts/calibration_prompts.py "$WORK/prompts.jsonl"
+  prompts
   tide "$command" "$(weights "$name")" --data "$WORK/prompts.jsonl" --dtype bfloat16 --threads 2 "$@"
 }
 step calibration_smollm2 last_line $R/calibration_smollm2.json on_prompts smollm2 calibrate \
@@ -65,7 +68,14 @@ step attack tide bench "$MODEL" "$WORK/certified" --attack --risk 0.05 --dtype b
 step lm_eval python bench/lm_eval_tasks.py "$MODEL" "$WORK/certified" --threads 1 --out $R/lm_eval.json
 step noise_floor python bench/noise_floor.py "$MODEL" --threads 1 --prompts 26 --new 48 \
   --out $R/noise_floor.json
-step replay python bench/replay.py "$MODEL" "$DIR" --batch 1 4 --dtype float32 --out $R/replay.json
+replay() {
+  prompts
+  tide calibrate "$MODEL" -o "$WORK/small" --data "$WORK/prompts.jsonl" --samples 200 --new-tokens 64 \
+    --interval 4 --dtype float32 --threads 2 --engine vllm
+  python bench/replay.py "$MODEL" "$WORK/small" --batch 1 4 --documents 8 --dtype float32 \
+    --out $R/replay.json
+}
+step replay replay
 step prefill python bench/prefill.py "$MODEL" "$DIR" --prompts 6 --out $R/prefill.json
 code_prompts() {
   [ -f "$WORK/code.jsonl" ] || python scripts/calibration_prompts.py "$WORK/code.jsonl" --code
