@@ -84,12 +84,13 @@ def main() -> None:
             if difference is not None:
                 gaps.append(difference["logit_gap"])
 
-    questions = spec_bench(args.prompts)
     if args.data:
         questions = [
             {"text": prompt.text, "category": prompt.category}
-            for prompt in load_prompts(args.data)[: args.prompts]
+            for prompt in load_prompts(args.data, args.prompts)
         ]
+    else:
+        questions = spec_bench(args.prompts)
     rows = compare(methods, tokenizer, questions, after)
     for row in rows:
         name = row["method"]

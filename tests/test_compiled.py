@@ -34,11 +34,9 @@ from tide.models.segments import SegmentRunner
 from tide.models.tokens import TokenBatch
 from tiny import FAMILIES, VOCABULARY, tiny_model
 
-# Inductor takes seconds for each graph, so CI has it for one family, and the same graphs as they
-# are traced for those that are built otherwise. TIDE_TEST_INDUCTOR=1 has it for all.
+# Inductor takes seconds for each graph, so CI has it for one family, and for the others the same
+# graphs as they are traced. TIDE_TEST_INDUCTOR=1 has it for all.
 INDUCTOR = list(FAMILIES) if os.environ.get("TIDE_TEST_INDUCTOR") else ["llama"]
-TRACED = ("deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "llama4_text",
-          "mixtral", "phi3")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +68,7 @@ def prepared(model: Any, *, one: bool, tokens: tuple[bool, ...]) -> CompiledRunn
     return runner
 
 
-@pytest.mark.parametrize("family", dict.fromkeys((*INDUCTOR, *TRACED)))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_segments_equal_the_full_forward(
     family: str, monkeypatch: Any, request: Any
 ) -> None:

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def artifact(model: Any) -> Artifact:
 def test_killed_commands_lose_nothing() -> None:
     """The short form of bench/faults.py."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "bench/faults.py"), "--kills", "1", "--prompts", "40",
+        [sys.executable, str(ROOT / "bench/faults.py"), "--kills", "2", "--prompts", "40",
          "--full"],
         capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -62,7 +63,7 @@ def test_killed_commands_lose_nothing() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     results = json.loads(done.stdout.splitlines()[-1])["results"]
     assert {name: of["same_result_after"] for name, of in results.items()} == {
-        "calibrate": 1, "certify": 1,
+        "calibrate": 2, "certify": 2,
     }  # fmt: skip
 
 
@@ -134,18 +135,20 @@ def test_an_engine_that_ran_out_of_memory_is_usable(
     config: TIDEConfig, policy: Any, model: Any
 ) -> None:
     ids = torch.randint(3, 97, (2, 6), generator=torch.Generator().manual_seed(0))
+    # Nine passes and more, even if the drafts of an answer seen before are all accepted.
+    config, options = replace(config, max_draft=4), {**OPTIONS, "max_new_tokens": 50}
     engine = TIDE(model, artifact(model), config, policy=policy, check=False)
-    expected = engine.generate(ids, **OPTIONS)
+    expected = engine.generate(ids, **options)
     layer = model.model.layers[4]
     for after in (1, 2, 5, 9):
         hook = no_memory(layer, after)
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-            engine.generate(ids, **OPTIONS)
+            engine.generate(ids, **options)
         hook.remove()
-        assert torch.equal(engine.generate(ids, **OPTIONS), expected)
+        assert torch.equal(engine.generate(ids, **options), expected)
         assert len(engine.last_stats.depths) == 2
     fresh = TIDE(model, artifact(model), config, policy=policy, check=False)
-    assert torch.equal(fresh.generate(ids, **OPTIONS), expected)
+    assert torch.equal(fresh.generate(ids, **options), expected)
 
 
 def jumping(seed: int, tick: float = 1e-3) -> Callable[[], float]:

@@ -29,6 +29,11 @@ def test_import_loads_neither_torch_nor_transformers() -> None:
     assert out.stdout.strip() == "set()"
 
 
+def test_a_public_name_is_the_same_thing_each_time() -> None:
+    code = "import tide; assert all(getattr(tide, n) is getattr(tide, n) for n in tide.__all__)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_no_module_takes_the_place_of_a_public_name() -> None:
     """As importing `tide.certify` would, if there were one."""
     import tide
