@@ -106,6 +106,7 @@ def methods(model: Any, **settings: Any) -> dict[str, Callable[..., Any]]:
         ("lossless", TIDEConfig(mode="lossless")),
         ("exit", TIDEConfig(mode="exit", min_layers=0)),
     ):
+        config = config.with_(share_recycled=False)  # or a repeat would draft from the one before
         policy = ScriptedPolicy.share(0.5) if name == "exit" else None
         engine = TIDE(model, made, config.with_(**settings), policy=policy, check=False)
         found[name] = engine.generate

@@ -52,7 +52,7 @@ def main() -> None:
     engines = {name: TIDE(model, args.artifact, config) for name, config in configs.items()}
     clock = Stopwatch(PARTS, within="all")
     spent: dict[str, Counter[str]] = {name: Counter() for name in engines}
-    for turn, question in enumerate(track([*spec_bench(1), *spec_bench(args.prompts)])):
+    for turn, question in enumerate(track(spec_bench(args.prompts + 1))):
         prompt = chat(tokenizer, [question["text"]])
         for name, engine in engines.items():
             clock.seconds.clear()

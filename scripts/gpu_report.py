@@ -175,7 +175,8 @@ def published(args: argparse.Namespace) -> Any:
     exits = TIDEConfig(mode="exit", exit_threshold=0.85, min_layers=2 if args.tiny else 8)
     methods = {
         "HF generate": model,
-        "lossless": TIDE(model, artifact),
+        # Sequences and rounds are the same, and must not draft for each other.
+        "lossless": TIDE(model, artifact, TIDEConfig(mode="lossless", share_recycled=False)),
         "exit, threshold 0.85": TIDE(model, artifact, exits, check=False),
     }
     text = " ".join(_texts(args)[:4])

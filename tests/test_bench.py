@@ -23,25 +23,39 @@ CONFIG = TIDEConfig(exit_threshold=None, min_layers=0, audit_tail=True)
 
 def test_every_prompt_runs_with_every_method_in_turn() -> None:
     order: list[str] = []
+    asked: list[list[int]] = []
 
     def method(name: str, new: int) -> Any:
         def run(prompt: Any) -> torch.Tensor:
             order.append(name)
+            asked.append(prompt["input_ids"].tolist()[0])
             return torch.cat([prompt["input_ids"], torch.ones(1, new).long()], dim=1)
 
         return run
 
-    prompts = [{"input_ids": torch.ones(1, n).long()} for n in (3, 5)]
+    prompts = [{"input_ids": torch.arange(n)[None]} for n in (3, 5)]
     seen: list[set[str]] = []
     results = compare(
         {"a": method("a", 4), "b": method("b", 6)}, prompts, lambda out: seen.append(set(out)),
         categories=["x", "y"], quiet=True,
     )  # fmt: skip
     assert order[2:] == ["a", "b", "b", "a"] and sorted(order[:2]) == ["a", "b"]  # one to warm up
+    assert not any(prompt in asked[:2] for prompt in asked[2:])  # whose answer helps no other
     assert seen == [{"a", "b"}] * 2
     assert [(found["method"], found["tokens"]) for found in results] == [("a", 8), ("b", 12)]
     assert results[0]["speedup"] == 1.0 and set(results[1]["by_category"]) == {"x", "y"}
     assert set(results[1]["per_prompt_speedup"]) == {"p20", "p50", "p80"}
+
+
+def test_only_the_tokens_of_answers_count() -> None:
+    answers = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]])  # the first has ended
+
+    def run(batch: Any) -> torch.Tensor:
+        return torch.cat([batch["input_ids"], answers], dim=1)
+
+    batch = {"input_ids": torch.ones(2, 3).long()}
+    assert compare({"a": run}, [batch], pad=0, quiet=True)[0]["tokens"] == 6
+    assert compare({"a": run}, [batch], quiet=True)[0]["tokens"] == 8
 
 
 def test_a_baseline_that_does_not_run_is_dropped() -> None:

@@ -55,7 +55,7 @@ def test_assess(folder: Path, capsys: Any) -> None:
     assert found["documents"] == 4 and found["agreement"][-1] == 1.0 and "verdict" in found
 
 
-def test_bench(folder: Path, capsys: Any) -> None:
+def test_bench(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = ["bench", str(folder / "model"), str(folder / "router")]
     bench += ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--json"]
     assert main([*bench, "--samples", "2", "--out", str(folder / "bench.json")]) == 0
@@ -71,6 +71,15 @@ def test_bench(folder: Path, capsys: Any) -> None:
     report = ["report", str(folder / "bench.json"), "--html", str(html), "--png", str(folder)]
     assert main([*report, "--json"]) == 0
     assert str(html) in last_line(capsys)["written"] and (folder / "peers.png").stat().st_size
+    monkeypatch.setattr(
+        "tide.bench.baselines.compiled_generate",
+        lambda model, options: lambda batch: model.generate(**batch, **options),
+    )
+    assert main([*bench, "--samples", "3", "--batch", "2"]) == 0
+    found = last_line(capsys)
+    assert found["conditions"]["batch"] == 2
+    assert "prompt lookup" not in {result["method"] for result in found["results"]}
+    assert all(0 < result["tokens"] <= 18 for result in found["results"])
     assert main([*bench, "--samples", "4", "--attack", "--generations", "1"]) == 0
     assert [result["goal"] for result in last_line(capsys)["results"]] == ["wrong", "deep"]
 

@@ -86,23 +86,28 @@ def compare(
     *,
     categories: Sequence[str] = (),
     baselines: Sequence[str] = (),
+    pad: int | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
     """Time every prompt with every method in turn; which method goes first rotates.
 
     Args:
         methods: by name.
-        prompts: encoded, one sequence each.
+        prompts: encoded, of one sequence or a left-padded batch each.
         after: called with the outputs of all methods for a prompt.
         categories: of the prompts, to report each separately.
         baselines: names of the methods without us, the eager one first; the speed-up is over the
             fastest of them. None for the first method.
+        pad: the token that stands behind the end of a sequence and is not counted; None if each
+            prompt is one sequence.
         quiet: show no progress.
 
     Returns:
         For each method, milliseconds per token, the baseline, and the speed-up over it.
     """
-    order = [name for name in methods if _runs(name, methods[name], prompts[0], baselines[1:])]
+    # Backwards: a prompt that was answered before would be easier to draft for.
+    other = {**prompts[0], "input_ids": prompts[0]["input_ids"].flip(1)}
+    order = [name for name in methods if _runs(name, methods[name], other, baselines[1:])]
     baselines = [name for name in baselines if name in order]
     seconds: dict[str, list[float]] = {name: [] for name in order}
     tokens: dict[str, list[int]] = {name: [] for name in order}
@@ -115,7 +120,8 @@ def compare(
                 began = time.perf_counter()
                 out[name] = methods[name](prompt)
                 seconds[name].append(time.perf_counter() - began)
-                tokens[name].append(out[name].shape[1] - given)
+                new = out[name][:, given:]
+                tokens[name].append(new.numel() if pad is None else int((new != pad).sum()))
             after(out)
             tick(turn + 1, len(prompts))
     return _results(seconds, tokens, categories, list(baselines) or order[:1])

@@ -28,6 +28,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--draft", metavar="MODEL", help="a draft model for assisted generation (default: none)"
     )
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
+    parser.add_argument("--batch", type=int, default=1, help="prompts answered together")
     parser.add_argument(
         "--compile", action="store_true", help="run ours with compiled segments as well"
     )
@@ -52,13 +53,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     made = Artifact.from_pretrained(args.artifact)
     model, tokenizer = load(args)
     result = {
-        "what": "attack" if args.attack else "every mode on the same prompts, at batch 1",
+        "what": "attack" if args.attack else "every mode on the same prompts",
         "conditions": {
             **conditions(model),
             "exits": made.exits,
             "draft": args.draft and Path(args.draft).name,
             "data": Path(args.data).name,
             "prompts": len(prompts),
+            "batch": args.batch,
             "new_tokens": args.new_tokens,
         },
         "results": (_attack if args.attack else _modes)(args, made, model, tokenizer, prompts),
@@ -80,11 +82,13 @@ def _modes(
     from tide.calibration.answers import pad_left
     from tide.calibration.data import encode_prompts
 
-    greedy = {"max_new_tokens": args.new_tokens, "do_sample": False}
-    categories = [prompt.category for prompt in prompts]
+    alone, pad = args.batch == 1, tokenizer.pad_token_id or 0
+    greedy = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": pad}
+    categories = [prompt.category for prompt in prompts] if alone else []
+    ids = encode_prompts(tokenizer, [prompt.text for prompt in prompts], 512)
     encoded = []
-    for ids in encode_prompts(tokenizer, [prompt.text for prompt in prompts], 512):
-        tensors = pad_left(tokenizer, [ids], model.device)
+    for first in range(0, len(ids), args.batch):
+        tensors = pad_left(tokenizer, ids[first : first + args.batch], model.device)
         encoded.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
     engines = _engines(args, made, model)
     if args.compile:
@@ -93,19 +97,21 @@ def _modes(
     theirs: dict[str, Method] = {
         BASELINE: lambda prompt: model.generate(**prompt, **greedy),
         COMPILED: compiled_generate(model, greedy),
-        "prompt lookup": lambda prompt: model.generate(
-            **prompt, **greedy, prompt_lookup_num_tokens=10
-        ),
     }
-    if args.draft:
+    if alone:  # transformers drafts for one sequence only
+        theirs["prompt lookup"] = lambda prompt: model.generate(
+            **prompt, **greedy, prompt_lookup_num_tokens=10
+        )
+    if args.draft and alone:
         draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=model.dtype).to(model.device)
         theirs["assisted generation"] = lambda prompt: model.generate(
             **prompt, **greedy, assistant_model=draft
         )
     ours = EngineMethods(engines, greedy)
     results = compare(
-        {**theirs, **ours.methods}, encoded, ours.add, categories=categories, baselines=list(theirs)
-    )
+        {**theirs, **ours.methods}, encoded, ours.add, categories=categories,
+        baselines=list(theirs), pad=None if alone else pad,
+    )  # fmt: skip
     print(f"{'':>36}  x {results[0]['baseline']}, x eager, ms per token")
     for found in results:
         name = found["method"]
@@ -135,11 +141,15 @@ def _engines(args: argparse.Namespace, made: Any, model: Any, **options: Any) ->
         engine = TIDE(model, made, exits, threshold_scale=scale, check=False, **options)
         engines[f"exit, threshold scale {scale:g}"] = engine
     for risk in args.risk:
-        auto = TIDE(model, made, risk=risk, **options)
+        auto = TIDE(model, made, risk=risk, batch=args.batch, **options)
         assert auto.certificate is not None
         certified = exits.with_(min_layers=auto.certificate.min_layers)
-        engine = TIDE(model, made, certified, risk=risk, check=False, **options)
-        engines[f"exit, risk {risk:g}"], engines[f"auto, risk {risk:g}"] = engine, auto
+        for name, config in (
+            (f"exit, risk {risk:g}", certified),
+            (f"exit without drafts, risk {risk:g}", certified.with_(drafts=())),
+        ):
+            engines[name] = TIDE(model, made, config, risk=risk, check=False, **options)
+        engines[f"auto, risk {risk:g}"] = auto
     return engines
 
 
