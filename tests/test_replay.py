@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from tide.exits.recording import Recording
 from tide.exits.routers import TokenRouter
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
-from tide.models.costs import LoopCosts
+from tide.models.costs import LoopCosts, measure_loop
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
 from tiny import tiny_model
@@ -182,6 +184,31 @@ def test_auto_takes_what_is_faster_by_the_recording(
 def test_auto_measures_this_device() -> None:
     found = engine(recorded(2), batch=2)
     assert found.config.mode in ("lossless", "exit") and len(found.plan.expected) == 3
+
+
+@pytest.mark.usefixtures("timed_as_always")
+def test_costs_are_told_apart_on_a_device_that_slows_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a tenth of its speed for each second: what is compared must be timed close together."""
+    now = [0.0]
+
+    def run_then(then: Any, tokens: Any, layers: tuple[int, int], **_: Any) -> tuple[None, None]:
+        at_first = (layers[1] - layers[0]) * 0.002 + (0.01 if then is head else 0.001)
+        now[0] += at_first * tokens.ids.shape[1] * (1 + now[0] / 10)
+        return None, None
+
+    head: Any = object()
+    runner: Any = SimpleNamespace(
+        config=SimpleNamespace(vocab_size=97), n_layers=30, run_then=run_then,
+        run=lambda *_, **__: None, uncounted=contextlib.nullcontext,
+        new_cache=lambda _: SimpleNamespace(rollback=lambda _: None),
+    )  # fmt: skip
+    monkeypatch.setattr("tide.models.costs.time.perf_counter", lambda: now[0])
+    stages: Any = [((0, 8), object()), ((8, 24), object()), ((24, 30), head)]
+    found = measure_loop(runner, stages, None, lengths=(1, 4), trees=(9,))
+    for n in (1, 4):
+        assert found.layer[n] / found.whole[n] == pytest.approx(0.002 / 0.07, rel=0.05)
+        assert found.start[n] / found.whole[n] == pytest.approx(0.001 / 0.07, abs=0.02)
+    assert set(found.whole) == {1, 4, 9}
 
 
 def test_auto_says_what_it_cannot_compare() -> None:

@@ -22,7 +22,65 @@ _CONTEXT = 64
 _REPEATS = 2, 5  # at least, however long they take, and at most
 
 
+@dataclass(frozen=True)
+class _Way:
+    """A way through the layers that is to be timed.
+
+    Attributes:
+        stages: layers `(lo, hi)` and what follows them, if anything; together the whole depth.
+        lengths: new tokens of each sequence.
+        reads: for each stage, whether what follows it is to read the tokens.
+    """
+
+    stages: Sequence[tuple[tuple[int, int], Then | None]]
+    lengths: Sequence[int]
+    reads: Sequence[bool]
+
+
 @torch.no_grad()
+def _time_in_turn(
+    runner: DepthRunner, ways: Sequence[_Way], sequences: int, seconds: float
+) -> list[dict[int, list[list[float]]]]:
+    """Seconds of each stage in every repeat, by way and new tokens, after a short prompt."""
+    lengths = sorted({length for way in ways for length in way.lengths})
+    limit = getattr(runner.config, "max_position_embeddings", None) or _CONTEXT + max(lengths)
+    context = max(1, min(_CONTEXT, limit - max(lengths)))
+    generator = torch.Generator().manual_seed(0)
+    shape = (sequences, context + max(lengths))
+    ids = torch.randint(0, runner.config.vocab_size, shape, generator=generator)
+    cache = runner.new_cache(sequences)
+
+    def timed(way: _Way, length: int) -> list[float]:
+        cache.rollback([context] * sequences)
+        hidden, times = None, []
+        for (layers, then), read in zip(way.stages, way.reads, strict=True):
+            notes = np.zeros((sequences, length, NOTES), np.int64)
+            notes[..., 0] = read
+            tokens = TokenBatch(ids[:, context : context + length], notes=notes)
+            synchronize()
+            began = time.perf_counter()
+            hidden, _ = runner.run_then(then, tokens, layers, cache=cache, hidden=hidden)
+            synchronize()
+            times.append(time.perf_counter() - began)
+        return times
+
+    found: list[dict[int, list[list[float]]]] = [{n: [] for n in way.lengths} for way in ways]
+    least, most = _REPEATS
+    with runner.uncounted():
+        runner.run(TokenBatch(ids[:, :context]), 0, runner.n_layers, cache=cache)
+        began = time.perf_counter()
+        for done in range(most + 1):
+            for length in lengths:
+                for k in range(len(ways))[:: -1 if done % 2 else 1]:  # none is always the first
+                    if length in found[k]:
+                        times = timed(ways[k], length)
+                        if done:  # the first is to warm up
+                            found[k][length].append(times)
+            if done >= least and time.perf_counter() - began > seconds:
+                break
+    return found
+
+
 def measure_passes(
     runner: DepthRunner,
     stages: Sequence[tuple[tuple[int, int], Then | None]],
@@ -42,44 +100,11 @@ def measure_passes(
         wanted: whether what follows a stage is to read the tokens; for all, or for each.
         seconds: after which no more repeats are begun.
     """
-    limit = getattr(runner.config, "max_position_embeddings", None) or _CONTEXT + max(lengths)
-    context = max(1, min(_CONTEXT, limit - max(lengths)))
-    generator = torch.Generator().manual_seed(0)
-    shape = (sequences, context + max(lengths))
-    ids = torch.randint(0, runner.config.vocab_size, shape, generator=generator)
-    cache = runner.new_cache(sequences)
-
     reads = [wanted] * len(stages) if isinstance(wanted, bool) else wanted
-
-    def timed(length: int) -> list[float]:
-        cache.rollback([context] * sequences)
-        hidden, times = None, []
-        for (layers, then), read in zip(stages, reads, strict=True):
-            notes = np.zeros((sequences, length, NOTES), np.int64)
-            notes[..., 0] = read
-            tokens = TokenBatch(ids[:, context : context + length], notes=notes)
-            synchronize()
-            began = time.perf_counter()
-            hidden, _ = runner.run_then(then, tokens, layers, cache=cache, hidden=hidden)
-            synchronize()
-            times.append(time.perf_counter() - began)
-        return times
-
-    repeats: dict[int, list[list[float]]] = {length: [] for length in lengths}
-    least, most = _REPEATS
-    with runner.uncounted():
-        runner.run(TokenBatch(ids[:, :context]), 0, runner.n_layers, cache=cache)
-        began = time.perf_counter()
-        for done in range(most + 1):
-            for length in lengths:
-                times = timed(length)
-                if done:  # the first is to warm up
-                    repeats[length].append(times)
-            if done >= least and time.perf_counter() - began > seconds:
-                break
+    (found,) = _time_in_turn(runner, [_Way(stages, lengths, reads)], sequences, seconds)
     return {
-        length: [_typical(times) for times in zip(*some, strict=True)]
-        for length, some in repeats.items()
+        length: [_typical(times) for times in zip(*repeats, strict=True)]
+        for length, repeats in found.items()
     }
 
 
@@ -129,6 +154,7 @@ def measure_loop(
     *,
     lengths: Sequence[int] = (*LENGTHS, 16),
     trees: Sequence[int] = (),
+    seconds: float = 4.0,
 ) -> LoopCosts:
     """Measure what passes cost.
 
@@ -136,19 +162,33 @@ def measure_loop(
         stages: at least two, as `measure_passes` takes them, the last with the head.
         read: reads an exit head for some tokens; None where that is part of the stages.
         trees: new tokens for which passes through all layers are timed as well.
+        seconds: after which no more repeats are begun.
     """
     (lo, n), target_head = stages[-1]
-    wanted = [False] * (len(stages) - 1)
-    some = measure_passes(runner, stages, sequences, lengths=lengths, wanted=[*wanted, True])
-    through = measure_passes(runner, [((0, n), target_head)], sequences, lengths=[*lengths, *trees])
-    whole = {length: seconds for length, (seconds,) in through.items()}
+    reads = [False] * (len(stages) - 1)
+    staged, through = _time_in_turn(
+        runner,
+        [
+            _Way(stages, lengths, [*reads, True]),
+            _Way([((0, n), target_head)], [*lengths, *trees], [True]),
+        ],
+        sequences,
+        seconds,
+    )
+    whole = {length: _typical([s for (s,) in repeats]) for length, repeats in through.items()}
     layer, start = {}, {}
     for length in lengths:
-        *others, last = some[length]
+        # As shares of the whole pass of the same repeat: the load may change between repeats.
+        pairs = zip(through[length], staged[length], strict=True)
+        shares = [[s / max(all_layers, 1e-9) for s in times] for (all_layers,), times in pairs]
+        *others, last = (statistics.median(stage) for stage in zip(*shares, strict=True))
         # What the last stage does not run is what it is faster by; never all of it.
-        layer[length] = min(max(whole[length] - last, 0.0) / lo, whole[length] / n)
-        rest = [s - (b - a) * layer[length] for ((a, b), _), s in zip(stages, others, strict=False)]
-        start[length] = max(0.0, statistics.mean(rest))
+        of_layer = min(max(1 - last, 0.0) / lo, 1 / n)
+        of_start = statistics.mean(
+            share - (b - a) * of_layer for ((a, b), _), share in zip(stages, others, strict=False)
+        )
+        layer[length] = of_layer * whole[length]
+        start[length] = max(0.0, of_start) * whole[length]
     parts: dict[int, Callable[[], Any]] = {}
     if read is not None:
         parts = {m: partial(read, m) for m in lengths}
