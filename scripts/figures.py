@@ -109,6 +109,13 @@ def _vllm(name: str, batch: int, method: str) -> dict[str, Any]:
     return _method(found["methods"], method)
 
 
+def _minutes(*, collecting: bool) -> str:
+    """What calibration took for the smallest model, with or after its answers."""
+    took = read("depth_smollm2")["seconds"]
+    seconds = sum(s for stage, s in took.items() if (stage == "collect") == collecting)
+    return f"{seconds / 60:.0f} minutes"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "compiled_cold": lambda: str(
         _method(read("compiled_cold")["results"]["methods"], "off, compiled")["first_call_seconds"]
@@ -182,7 +189,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "attack_promised": lambda: percent(_attack("wrong")["served"]["certified_bound"]),
     "attack_fired": lambda: str(_attack("wrong")["served"]["drift_detected_after"]),
     "attack_deep": lambda: percent(_attack("deep")["end"]["mean"]),
-    "calibration_tokens": lambda: f"{read('calibration_smollm2')['tokens']['fit']:,}",
+    "depth_tokens": lambda: f"{sum(read('depth_smollm2')['tokens'].values()):,}",
+    "depth_collected": lambda: _minutes(collecting=True),
+    "depth_fitted": lambda: _minutes(collecting=False),
 }
 
 

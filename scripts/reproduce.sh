@@ -68,18 +68,43 @@ step attack tide bench "$MODEL" "$WORK/certified" --attack --risk 0.05 --dtype b
 step lm_eval python bench/lm_eval_tasks.py "$MODEL" "$WORK/certified" --threads 1 --out $R/lm_eval.json
 step noise_floor python bench/noise_floor.py "$MODEL" --threads 1 --prompts 26 --new 48 \
   --out $R/noise_floor.json
-replay() {
-  prompts
-  tide calibrate "$MODEL" -o "$WORK/small" --data "$WORK/prompts.jsonl" --samples 200 --new-tokens 64 \
-    --interval 4 --dtype float32 --threads 2 --engine vllm
-  python bench/replay.py "$MODEL" "$WORK/small" --batch 1 4 --documents 8 --dtype float32 \
-    --out $R/replay.json
-}
-step replay replay
-step prefill python bench/prefill.py "$MODEL" "$DIR" --prompts 6 --out $R/prefill.json
 code_prompts() {
   [ -f "$WORK/code.jsonl" ] || python scripts/calibration_prompts.py "$WORK/code.jsonl" --code
 }
+
+# Models of four sizes: calibrated on at least 60,000 tokens of their own, then timed.
+depth() {
+  local name=$1 data=$2 samples=$3
+  prompts
+  code_prompts
+  tide calibrate "$(weights "$name")" -o "$WORK/depth_$name" --data "$WORK/$data.jsonl" \
+    --samples "$samples" --new-tokens 128 --interval 2 --dtype float32 --threads 2 --engine vllm \
+    --work "$WORK/depth_$name.work" --json | tail -1 > "$R/depth_$name.json"
+}
+# modes_of MODEL DATA BATCH PROMPTS OPTIONS...
+modes_of() {
+  tide bench "$(weights "$1")" "$WORK/depth_$1" --data "$2" --batch "$3" --samples "$4" \
+    --dtype float32 --threads 2 --new-tokens 64 --out "$R/modes_$1_batch_$3.json" "${@:5}"
+}
+step depth_smollm2 depth smollm2 prompts 700
+step depth_gemma3_270m depth gemma3_270m prompts 700
+step depth_qwen2_5_coder_0_5b depth qwen2_5_coder_0_5b code 656
+step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 656
+step certificates_smollm2 python bench/certificates.py "$MODEL" "$WORK/depth_smollm2" \
+  --dtype float32 --certify gsm8k --serve spec_bench --sequences 400 --same 200 --fresh 64 --new 48 \
+  --threshold-scale 0.125 0.5 1 2 --save "$WORK/depth_smollm2" --out $R/certificates_smollm2.json
+step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --risk 0.02 0.05
+step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 26 --risk 0.02 0.05
+step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13
+step modes_gemma3_270m_batch_4 modes_of gemma3_270m "$SPEC" 4 26
+step modes_qwen2_5_coder_0_5b_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13
+step modes_qwen2_5_coder_0_5b_batch_4 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 4 26
+step modes_qwen2_5_coder_1_5b_batch_1 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 1 13
+step modes_qwen2_5_coder_1_5b_batch_4 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 4 26
+step replay python bench/replay.py "$MODEL" "$WORK/depth_smollm2" --batch 1 4 --documents 8 \
+  --dtype float32 --out $R/replay.json
+step prefill python bench/prefill.py "$MODEL" "$WORK/depth_smollm2" --prompts 6 \
+  --out $R/prefill.json
 self_drafts() {
   code_prompts
   python bench/self_drafts.py "$(weights qwen2_5_coder_1_5b)" --data "$WORK/code.jsonl" --prompts 10 \

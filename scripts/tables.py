@@ -21,6 +21,7 @@ import calibration_tables as calibration
 import error_tables
 import headline_tables as headline
 import kernel_tables as kernels
+import model_tables as models
 import reference
 import risk_tables as risk
 import scale_tables as scale
@@ -65,6 +66,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration_exits": calibration.exits,
     "calibration_stages": calibration.stages,
     "calibration_others": calibration.other_models,
+    "models_depth": models.depth,
+    "models_speed": models.speed,
     "self_drafts": calibration.self_drafts,
     "prefill": calibration.prefill,
     "replay": calibration.replay,

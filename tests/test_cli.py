@@ -64,7 +64,7 @@ def test_bench(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> No
     methods = {result["method"]: result for result in found["results"]}
     assert list(methods) == [
         "HF generate", "HF generate, compiled", "prompt lookup", "off", "lossless",
-        "exit without drafts", "exit, threshold scale 1",
+        "exit without drafts", "exit, threshold scale 1", "auto",
     ]  # fmt: skip
     assert methods["off"]["ideal_speedup"] == 1.0 and methods["lossless"]["disagreement"] == 0
     html = folder / "report.html"

@@ -107,7 +107,7 @@ def certify(
     config = config or TIDEConfig(min_layers=made.config.min_layers)
     config = config.with_(mode="exit", exit_threshold=None, audit_tail=True)
     _check(risks, delta, threshold_scales, config)
-    texts = unseen(load_prompts(prompts), made)[:samples]
+    texts = [prompt.text for prompt in unseen(load_prompts(prompts), made)[:samples]]
     encoded = encode_prompts(tokenizer, texts, max_prompt)
     workload = Workload(texts=texts, encoded=encoded, new_tokens=new_tokens, batch=batch)
     with bars(quiet) as bar:
@@ -178,13 +178,13 @@ def _tested(of: Certificate) -> tuple[Any, ...]:
     return of.risk, of.delta, of.loss, of.exits, of.min_layers, of.dtype, of.kv_cache_strategy
 
 
-def unseen(prompts: Sequence[Prompt], made: Artifact) -> list[str]:
-    """The texts that calibration has not used, nor others of their documents.
+def unseen(prompts: Sequence[Prompt], made: Artifact) -> list[Prompt]:
+    """The prompts that calibration has not used, nor others of their documents.
 
-    A certificate on those would be void.
+    A certificate on those would be void, and other figures better than they will be.
     """
     used = set(made.record.get("used", ()))
-    found = [prompt.text for prompt in prompts if used.isdisjoint(prompt.keys)]
+    found = [prompt for prompt in prompts if used.isdisjoint(prompt.keys)]
     if not found:
         raise DataError(
             f"All {len(prompts)} prompts were used in calibration. Give other prompts; calibration "

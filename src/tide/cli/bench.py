@@ -46,11 +46,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import json
 
     from tide.calibration.data import load_by_category
+    from tide.certification import unseen
     from tide.exits.artifact import Artifact
     from tide.exits.files import write_whole
 
-    prompts = load_by_category(args.data, args.samples)
     made = Artifact.from_pretrained(args.artifact)
+    enough = args.samples + len(made.record.get("used", ()))
+    prompts = unseen(load_by_category(args.data, enough), made)[: args.samples]
     model, tokenizer = load(args)
     result = {
         "what": "attack" if args.attack else "every mode on the same prompts",
@@ -121,6 +123,7 @@ def _modes(
             engine = engines[name]
             found |= ours.counted(name, categories)
             found["mode"], found["threshold_scale"] = engine.config.mode, engine.threshold_scale
+            found["plan"] = str(engine.plan)
             found["drafts"] = list(engine.config.drafts)
             found["certificate"] = engine.certificate and engine.certificate.to_dict()
     return results
@@ -140,6 +143,11 @@ def _engines(args: argparse.Namespace, made: Any, model: Any, **options: Any) ->
     for scale in args.threshold_scale:
         engine = TIDE(model, made, exits, threshold_scale=scale, check=False, **options)
         engines[f"exit, threshold scale {scale:g}"] = engine
+    if not args.risk:
+        engines["auto"] = TIDE(
+            model, made, exits.with_(mode="auto"), threshold_scale=args.threshold_scale[0],
+            batch=args.batch, **options,
+        )  # fmt: skip
     for risk in args.risk:
         auto = TIDE(model, made, risk=risk, batch=args.batch, **options)
         assert auto.certificate is not None

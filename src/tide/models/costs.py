@@ -154,7 +154,6 @@ def measure_loop(
     *,
     lengths: Sequence[int] = (*LENGTHS, 16),
     trees: Sequence[int] = (),
-    seconds: float = 4.0,
 ) -> LoopCosts:
     """Measure what passes cost.
 
@@ -162,7 +161,6 @@ def measure_loop(
         stages: at least two, as `measure_passes` takes them, the last with the head.
         read: reads an exit head for some tokens; None where that is part of the stages.
         trees: new tokens for which passes through all layers are timed as well.
-        seconds: after which no more repeats are begun.
     """
     (lo, n), target_head = stages[-1]
     reads = [False] * (len(stages) - 1)
@@ -173,7 +171,7 @@ def measure_loop(
             _Way([((0, n), target_head)], [*lengths, *trees], [True]),
         ],
         sequences,
-        seconds,
+        seconds=4.0,
     )
     whole = {length: _typical([s for (s,) in repeats]) for length, repeats in through.items()}
     layer, start = {}, {}

@@ -1,0 +1,98 @@
+"""The tables of the docs that compare models of several sizes; what was not measured has no row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from results import RESULTS, conditions, percent, read, table, times
+
+# With their layers, from the smallest on.
+LAYERS = {"smollm2": 30, "gemma3_270m": 18, "qwen2_5_coder_0_5b": 24, "qwen2_5_coder_1_5b": 28}
+RISKS = ("0.01", "0.02", "0.05")
+BATCHES = (1, 4)
+DEPTHS = (0.5, 0.75, 0.9)
+
+
+def measured(form: str) -> dict[str, dict[str, Any]]:
+    """The result files there are, by model."""
+    names = {model: form.format(model) for model in LAYERS}
+    found = {model: read(name) for model, name in names.items()
+             if (RESULTS / f"{name}.json").exists()}  # fmt: skip
+    if not found:
+        raise FileNotFoundError(2, "No such file", f"{form.format('smollm2')}.json")
+    return found
+
+
+def depth() -> str:
+    rows, found = [], measured("depth_{}")
+    for model, of in found.items():
+        n_layers, costs, heads = LAYERS[model], of["costs"], of["heads"]
+        chosen = [next(c for c in of["exits"][risk] if c["best"]) for risk in RISKS]
+        yes = costs["prefilter"] + costs["exit_head"]
+        rows.append(
+            (_name(of), n_layers, f"{sum(of['tokens'].values()):,}",
+             *(percent(_agreement(heads, share * n_layers), 0) for share in DEPTHS),
+             *(f"{percent(c['exit_rate'])}, {percent(c['depth_saved'])}" for c in chosen),
+             f"{costs['prefilter'] / costs['layer']:.2f}, {yes / costs['layer']:.2f}")
+        )  # fmt: skip
+    head = (
+        "model", "layers", "own tokens", *(f"heads agree at {d:.0%} of the depth" for d in DEPTHS),
+        *(f"exit rate and depth saved at {float(risk):.0%}" for risk in RISKS),
+        "a no and a yes, in layers",
+    )  # fmt: skip
+    return table(head, rows) + conditions(_shared(found.values()))
+
+
+def speed() -> str:
+    runs = [run for batch in BATCHES for run in measured(f"modes_{{}}_batch_{batch}").values()]
+    rows = [
+        (_name(run), run["conditions"]["batch"], *cells)
+        for run in sorted(runs, key=_name)
+        for cells in _modes(run["results"])
+    ]
+    head = ("model", "batch", "TIDE", "fastest without it", "speed-up", "range over prompts",
+            "tokens that differ", "certified")  # fmt: skip
+    return table(head, rows) + conditions(_shared(runs))
+
+
+def _modes(methods: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """What each mode of TIDE gave."""
+    for of in methods:
+        shown = _shown(of["method"])
+        if shown is None:
+            continue
+        low, high = of["per_prompt_speedup"]["p20"], of["per_prompt_speedup"]["p80"]
+        certificate = of["certificate"]
+        yield (
+            shown, of["baseline"], times(of["speedup"]), f"{low:.2f} to {high:.2f}",
+            percent(of["disagreement"]), f"{certificate['risk']:.0%}" if certificate else "",
+        )  # fmt: skip
+
+
+def _shown(method: str) -> str | None:
+    """How a method is called in the table; None if it is not there."""
+    mode, _, risk = method.partition(", risk ")
+    names = {
+        "lossless": "lossless", "exit without drafts": "exits alone",
+        "exit": "exits and drafts", "exit, threshold scale 1": "exits and drafts", "auto": "`auto`",
+    }  # fmt: skip
+    if mode not in names:
+        return None
+    return f"{names[mode]}, {float(risk):.0%}" if risk else names[mode]
+
+
+def _agreement(heads: dict[str, Any], after: float) -> float:
+    """Of the exit head whose checkpoint is next to a depth."""
+    pairs = zip(heads["layers"], heads["agreement"], strict=True)
+    return min(pairs, key=lambda pair: abs(pair[0] + 1 - after))[1]
+
+
+def _name(of: dict[str, Any]) -> str:
+    return of["conditions"]["model"].removesuffix("-Instruct")
+
+
+def _shared(documents: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The conditions in which all runs agree."""
+    first, *others = [of["conditions"] for of in documents]
+    return {key: value for key, value in first.items() if all(value == o[key] for o in others)}
