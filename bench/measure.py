@@ -205,7 +205,8 @@ def compare(
     """Questions through every method in turn; see `tide.bench.compare`."""
     prompts = [chat(tokenizer, [question["text"]]) for question in questions]
     categories = [question["category"] for question in questions]
-    rows = comparison.compare(methods, prompts, after, categories=categories)
+    warm_up = chat(tokenizer, [comparison.WARM_UP])
+    rows = comparison.compare(methods, prompts, after, categories=categories, warm_up=warm_up)
     for row in rows:
         print(f"{row['method']}: {row['speedup']:.3f}x {rows[0]['method']}")
     return rows

@@ -27,7 +27,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tide.bench.compare import BASELINE, compare
+from tide.bench.compare import BASELINE, WARM_UP, compare
 from tide.calibration.data import load_texts
 from tide.config import TIDEConfig
 from tide.engine import TIDE
@@ -170,7 +170,7 @@ def main() -> None:
             BASELINE: lambda batch: model.generate(**batch, **greedy),
             "lossless": lambda batch: engine.generate(**batch, **greedy),
         },
-        prompts, keep,
+        prompts, keep, warm_up=chat(tokenizer, [WARM_UP]),
     )  # fmt: skip
     answers = [
         (ids, prompt["input_ids"].shape[1])

@@ -63,10 +63,10 @@ def exits() -> str:
             after = ", ".join(str(layer + 1) for layer in at["layers"])
             rows.append(
                 (f"{float(risk):.0%}", after, percent(at["exit_rate"]), percent(at["error_rate"]),
-                 percent(at["depth_saved"]), f"{at['speedup']:.3f}")
+                 percent(at["depth_saved"]), f"{at['speedup']:.3f}", "yes" if at["best"] else "")
             )  # fmt: skip
     head = ("risk", "exits after layers", "exit rate", "error rate", "depth saved",
-            "expected speed-up")  # fmt: skip
+            "expected speed-up", "chosen")  # fmt: skip
     return table(head, rows)
 
 

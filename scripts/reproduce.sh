@@ -84,7 +84,7 @@ depth() {
 # modes_of MODEL DATA BATCH PROMPTS OPTIONS...
 modes_of() {
   tide bench "$(weights "$1")" "$WORK/depth_$1" --data "$2" --batch "$3" --samples "$4" \
-    --dtype float32 --threads 2 --new-tokens 64 --out "$R/modes_$1_batch_$3.json" "${@:5}"
+    --dtype float32 --threads 2 --new-tokens 48 --out "$R/modes_$1_batch_$3.json" "${@:5}"
 }
 step depth_smollm2 depth smollm2 prompts 700
 step depth_gemma3_270m depth gemma3_270m prompts 700
@@ -93,14 +93,14 @@ step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 656
 step certificates_smollm2 python bench/certificates.py "$MODEL" "$WORK/depth_smollm2" \
   --dtype float32 --certify gsm8k --serve spec_bench --sequences 400 --same 200 --fresh 64 --new 48 \
   --threshold-scale 0.125 0.5 1 2 --save "$WORK/depth_smollm2" --out $R/certificates_smollm2.json
-step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --risk 0.02 0.05
-step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 26 --risk 0.02 0.05
+step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --risk 0.02
+step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 24 --risk 0.02
 step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13
-step modes_gemma3_270m_batch_4 modes_of gemma3_270m "$SPEC" 4 26
+step modes_gemma3_270m_batch_4 modes_of gemma3_270m "$SPEC" 4 24
 step modes_qwen2_5_coder_0_5b_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13
-step modes_qwen2_5_coder_0_5b_batch_4 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 4 26
+step modes_qwen2_5_coder_0_5b_batch_4 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 4 24
 step modes_qwen2_5_coder_1_5b_batch_1 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 1 13
-step modes_qwen2_5_coder_1_5b_batch_4 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 4 26
+step modes_qwen2_5_coder_1_5b_batch_4 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 4 24
 step replay python bench/replay.py "$MODEL" "$WORK/depth_smollm2" --batch 1 4 --documents 8 \
   --dtype float32 --out $R/replay.json
 step prefill python bench/prefill.py "$MODEL" "$WORK/depth_smollm2" --prompts 6 \

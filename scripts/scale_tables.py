@@ -72,7 +72,7 @@ def exits() -> str:
             "the head, in layers", "exits alone")  # fmt: skip
     note = (
         f"\n\n*Computed, not measured: exit rate {percent(rate)}, depth saved "
-        f"{percent(chosen['depth_saved'])} with {checkpoints} checkpoints, as calibration measured "
-        "on SmolLM2-135M at 2 %.*"
+        f"{percent(chosen['depth_saved'])} with {checkpoints} checkpoints, of the exits that saved "
+        "most depth of SmolLM2-135M at 2 %.*"
     )
     return table(head, lines) + note

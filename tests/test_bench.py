@@ -37,10 +37,10 @@ def test_every_prompt_runs_with_every_method_in_turn() -> None:
     seen: list[set[str]] = []
     results = compare(
         {"a": method("a", 4), "b": method("b", 6)}, prompts, lambda out: seen.append(set(out)),
-        categories=["x", "y"], quiet=True,
+        categories=["x", "y"], quiet=True, warm_up={"input_ids": torch.tensor([[7]])},
     )  # fmt: skip
     assert order[2:] == ["a", "b", "b", "a"] and sorted(order[:2]) == ["a", "b"]  # one to warm up
-    assert not any(prompt in asked[:2] for prompt in asked[2:])  # whose answer helps no other
+    assert [prompt for prompt in asked if prompt == [7]] == asked[:2]
     assert seen == [{"a", "b"}] * 2
     assert [(found["method"], found["tokens"]) for found in results] == [("a", 8), ("b", 12)]
     assert results[0]["speedup"] == 1.0 and set(results[1]["by_category"]) == {"x", "y"}
@@ -48,13 +48,13 @@ def test_every_prompt_runs_with_every_method_in_turn() -> None:
 
 
 def test_only_the_tokens_of_answers_count() -> None:
-    answers = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]])  # the first has ended
+    answers = torch.tensor([[5, 6, 0, 0], [5, 6, 7, 8]])  # the first ends with 0, which also pads
 
     def run(batch: Any) -> torch.Tensor:
         return torch.cat([batch["input_ids"], answers], dim=1)
 
     batch = {"input_ids": torch.ones(2, 3).long()}
-    assert compare({"a": run}, [batch], pad=0, quiet=True)[0]["tokens"] == 6
+    assert compare({"a": run}, [batch], ends={0}, quiet=True)[0]["tokens"] == 7
     assert compare({"a": run}, [batch], quiet=True)[0]["tokens"] == 8
 
 

@@ -75,11 +75,14 @@ def test_bench(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> No
         "tide.bench.baselines.compiled_generate",
         lambda model, options: lambda batch: model.generate(**batch, **options),
     )
-    assert main([*bench, "--samples", "3", "--batch", "2"]) == 0
+    assert main([*bench, "--samples", "40", "--batch", "4"]) == 0
     found = last_line(capsys)
-    assert found["conditions"]["batch"] == 2
+    # Of 40 texts, 6 were not used in calibration, which is one whole batch.
+    assert (found["conditions"]["batch"], found["conditions"]["prompts"]) == (4, 4)
     assert "prompt lookup" not in {result["method"] for result in found["results"]}
-    assert all(0 < result["tokens"] <= 18 for result in found["results"])
+    assert all(0 < result["tokens"] <= 24 for result in found["results"])
+    assert main([*bench, "--samples", "3", "--batch", "4"]) == 1
+    assert "--batch must be from 1 to the number of prompts, 3; got 4" in capsys.readouterr().err
     assert main([*bench, "--samples", "4", "--attack", "--generations", "1"]) == 0
     assert [result["goal"] for result in last_line(capsys)["results"]] == ["wrong", "deep"]
 

@@ -181,7 +181,7 @@ def _tested(of: Certificate) -> tuple[Any, ...]:
 def unseen(prompts: Sequence[Prompt], made: Artifact) -> list[Prompt]:
     """The prompts that calibration has not used, nor others of their documents.
 
-    A certificate on those would be void, and other figures better than they will be.
+    On prompts that it has used, a certificate would be void, and other figures too good.
     """
     used = set(made.record.get("used", ()))
     found = [prompt for prompt in prompts if used.isdisjoint(prompt.keys)]

@@ -6,11 +6,12 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from tide.calibration.answers import until_end
 from tide.engine import TIDE
 from tide.progress import bars
 from tide.stats import ExitStats
@@ -20,6 +21,7 @@ Method = Callable[[Mapping[str, Tensor]], Tensor]
 
 BASELINE = "HF generate"
 COMPILED = "HF generate, compiled"
+WARM_UP = "Write a short story about the sea."
 
 
 class EngineMethods:
@@ -86,7 +88,8 @@ def compare(
     *,
     categories: Sequence[str] = (),
     baselines: Sequence[str] = (),
-    pad: int | None = None,
+    ends: Collection[int] = (),
+    warm_up: Mapping[str, Tensor] | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
     """Time every prompt with every method in turn; which method goes first rotates.
@@ -98,16 +101,16 @@ def compare(
         categories: of the prompts, to report each separately.
         baselines: names of the methods without us, the eager one first; the speed-up is over the
             fastest of them. None for the first method.
-        pad: the token that stands behind the end of a sequence and is not counted; None if each
-            prompt is one sequence.
+        ends: the tokens that end an answer; what stands behind one is not counted.
+        warm_up: a prompt that every method runs before the others, untimed; None for the first of
+            them, for which an engine may then draft from its own answer.
         quiet: show no progress.
 
     Returns:
         For each method, milliseconds per token, the baseline, and the speed-up over it.
     """
-    # Backwards: a prompt that was answered before would be easier to draft for.
-    other = {**prompts[0], "input_ids": prompts[0]["input_ids"].flip(1)}
-    order = [name for name in methods if _runs(name, methods[name], other, baselines[1:])]
+    first = prompts[0] if warm_up is None else warm_up
+    order = [name for name in methods if _runs(name, methods[name], first, baselines[1:])]
     baselines = [name for name in baselines if name in order]
     seconds: dict[str, list[float]] = {name: [] for name in order}
     tokens: dict[str, list[int]] = {name: [] for name in order}
@@ -120,8 +123,8 @@ def compare(
                 began = time.perf_counter()
                 out[name] = methods[name](prompt)
                 seconds[name].append(time.perf_counter() - began)
-                new = out[name][:, given:]
-                tokens[name].append(new.numel() if pad is None else int((new != pad).sum()))
+                new = out[name][:, given:].tolist()
+                tokens[name].append(sum(len(until_end(answer, ends)) for answer in new))
             after(out)
             tick(turn + 1, len(prompts))
     return _results(seconds, tokens, categories, list(baselines) or order[:1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,17 @@ def answer(
     out = model.generate(
         ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=_pad(tokenizer), **options
     )
-    width = ids.shape[1]
+    ends = end_tokens(model)
+    return [until_end(new, ends) for new in out[:, ids.shape[1] :].tolist()]
+
+
+def end_tokens(model: Any) -> set[int]:
+    """The tokens that end an answer."""
     ends = model.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    answers = []
-    for new in out[:, width:].tolist():
-        stop = next((k + 1 for k, token in enumerate(new) if token in ends), len(new))
-        answers.append(new[:stop])
-    return answers
+    return set(ends if isinstance(ends, list) else [ends])
+
+
+def until_end(new: list[int], ends: Collection[int]) -> list[int]:
+    """An answer without what stands behind its end."""
+    stop = next((k + 1 for k, token in enumerate(new) if token in ends), len(new))
+    return new[:stop]

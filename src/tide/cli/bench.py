@@ -47,12 +47,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from tide.calibration.data import load_by_category
     from tide.certification import unseen
+    from tide.errors import ConfigError
     from tide.exits.artifact import Artifact
     from tide.exits.files import write_whole
 
     made = Artifact.from_pretrained(args.artifact)
     enough = args.samples + len(made.record.get("used", ()))
     prompts = unseen(load_by_category(args.data, enough), made)[: args.samples]
+    if not 1 <= args.batch <= len(prompts):
+        raise ConfigError(
+            f"--batch must be from 1 to the number of prompts, {len(prompts)}; got {args.batch}."
+        )
+    # Whole batches only: passes of another size would be timed, and compiled, while they count.
+    prompts = prompts[: len(prompts) // args.batch * args.batch]
     model, tokenizer = load(args)
     result = {
         "what": "attack" if args.attack else "every mode on the same prompts",
@@ -80,18 +87,19 @@ def _modes(
     from transformers import AutoModelForCausalLM
 
     from tide.bench.baselines import compiled_generate
-    from tide.bench.compare import BASELINE, COMPILED, EngineMethods, Method, compare
-    from tide.calibration.answers import pad_left
+    from tide.bench.compare import BASELINE, COMPILED, WARM_UP, EngineMethods, Method, compare
+    from tide.calibration.answers import end_tokens, pad_left
     from tide.calibration.data import encode_prompts
 
     alone, pad = args.batch == 1, tokenizer.pad_token_id or 0
     greedy = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": pad}
     categories = [prompt.category for prompt in prompts] if alone else []
-    ids = encode_prompts(tokenizer, [prompt.text for prompt in prompts], 512)
-    encoded = []
+    texts = [WARM_UP] * args.batch + [prompt.text for prompt in prompts]
+    ids, encoded = encode_prompts(tokenizer, texts, 512), []
     for first in range(0, len(ids), args.batch):
         tensors = pad_left(tokenizer, ids[first : first + args.batch], model.device)
         encoded.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
+    warm_up, *encoded = encoded
     engines = _engines(args, made, model)
     if args.compile:
         compiled = _engines(args, made, model, compile=True)
@@ -112,7 +120,7 @@ def _modes(
     ours = EngineMethods(engines, greedy)
     results = compare(
         {**theirs, **ours.methods}, encoded, ours.add, categories=categories,
-        baselines=list(theirs), pad=None if alone else pad,
+        baselines=list(theirs), ends=end_tokens(model), warm_up=warm_up,
     )  # fmt: skip
     print(f"{'':>36}  x {results[0]['baseline']}, x eager, ms per token")
     for found in results:
