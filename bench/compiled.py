@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide.bench.baselines import compiled_generate
 from tide.bench.compare import WARM_UP
+from tide.calibration.answers import end_tokens, until_end
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
@@ -77,17 +78,14 @@ def methods_of(model: Any, options: dict[str, Any]) -> dict[str, Callable[[Any],
     return methods
 
 
-def generated(ids: torch.Tensor, given: int, pad: int) -> int:
-    """New tokens of a batch, without what stands behind the end of a sequence."""
-    return int((ids[:, given:] != pad).sum())
-
-
 def compare(model: Any, tokenizer: Any, size: int, prompts: int) -> list[dict[str, Any]]:
     """One dtype and batch size: every method in turn."""
     texts = [row["text"] for row in spec_bench(prompts)]
     batches = [chat(tokenizer, texts[k : k + size]) for k in range(0, len(texts), size)]
-    pad = tokenizer.pad_token_id
-    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": pad}
+    ends = end_tokens(model)
+    options = {
+        "max_new_tokens": NEW, "do_sample": False, "pad_token_id": tokenizer.pad_token_id
+    }  # fmt: skip
     methods = methods_of(model, options)
     if size > 1:
         del methods["prompt lookup"]  # transformers has it for one sequence only
@@ -105,8 +103,9 @@ def compare(model: Any, tokenizer: Any, size: int, prompts: int) -> list[dict[st
             began = time.perf_counter()
             ids = methods[name](batch)
             seconds = time.perf_counter() - began
-            rates[name].append(generated(ids, batch["input_ids"].shape[1], pad) / seconds)
-            outputs[name].append(ids[:, batch["input_ids"].shape[1] :].tolist())
+            new = ids[:, batch["input_ids"].shape[1] :].tolist()
+            rates[name].append(sum(len(until_end(answer, ends)) for answer in new) / seconds)
+            outputs[name].append(new)
     rows = []
     for name in methods:
         ratios = [a / b for a, b in zip(rates[name], rates[FASTEST], strict=True)]

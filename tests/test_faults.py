@@ -10,7 +10,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def test_an_engine_that_ran_out_of_memory_is_usable(
 ) -> None:
     ids = torch.randint(3, 97, (2, 6), generator=torch.Generator().manual_seed(0))
     # Nine passes and more, even if the drafts of an answer seen before are all accepted.
-    config, options = replace(config, max_draft=4), {**OPTIONS, "max_new_tokens": 50}
+    config, options = config.with_(max_draft=4), {**OPTIONS, "max_new_tokens": 50}
     engine = TIDE(model, artifact(model), config, policy=policy, check=False)
     expected = engine.generate(ids, **options)
     layer = model.model.layers[4]

@@ -16,13 +16,14 @@ def pad_left(
     tokenizer: Any, prompts: Sequence[Sequence[int]], device: Any
 ) -> tuple[Tensor, Tensor]:
     """Ids and mask of a left-padded batch, `[sequences, longest]` each."""
-    pad, width = _pad(tokenizer), max(map(len, prompts))
+    pad, width = pad_token(tokenizer), max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).to(ids)
     return ids, mask
 
 
-def _pad(tokenizer: Any) -> int:
+def pad_token(tokenizer: Any) -> int:
+    """The token that pads a batch: the tokenizer's, or any, since a mask covers it."""
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
 
 
@@ -46,7 +47,11 @@ def answer(
     """The model's answers to a batch of prompts, end-of-text token included."""
     ids, mask = pad_left(tokenizer, prompts, model.device)
     out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=_pad(tokenizer), **options
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        pad_token_id=pad_token(tokenizer),
+        **options,
     )
     ends = end_tokens(model)
     return [until_end(new, ends) for new in out[:, ids.shape[1] :].tolist()]

@@ -88,11 +88,11 @@ def _modes(
 
     from tide.bench.baselines import compiled_generate
     from tide.bench.compare import BASELINE, COMPILED, WARM_UP, EngineMethods, Method, compare
-    from tide.calibration.answers import end_tokens, pad_left
+    from tide.calibration.answers import end_tokens, pad_left, pad_token
     from tide.calibration.data import encode_prompts
 
-    alone, pad = args.batch == 1, tokenizer.pad_token_id or 0
-    greedy = {"max_new_tokens": args.new_tokens, "do_sample": False, "pad_token_id": pad}
+    alone, greedy = args.batch == 1, {"max_new_tokens": args.new_tokens, "do_sample": False}
+    greedy["pad_token_id"] = pad_token(tokenizer)
     categories = [prompt.category for prompt in prompts] if alone else []
     texts = [WARM_UP] * args.batch + [prompt.text for prompt in prompts]
     ids, encoded = encode_prompts(tokenizer, texts, 512), []
