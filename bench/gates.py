@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tide.calibration.choose import follow, one_scorer
 from tide.calibration.collect import Collection, CollectPlan
-from tide.calibration.components import Components, FitPlan, fit_components
+from tide.calibration.components import FitPlan, fit_components
 from tide.calibration.confidence import fit_confidence_model, fit_prefilter
 from tide.calibration.costs import Costs, measure_costs
 from tide.calibration.data import load_prompts, split_documents
@@ -28,13 +28,7 @@ from tide.calibration.pipeline import checkpoint_layers, frozen
 from tide.calibration.report import RISKS
 from tide.calibration.scores import Scores
 from tide.config import TIDEConfig
-from tide.exits.candidates import CandidateReadout, Prefilter
-from tide.exits.confidence import ConfidenceModel
-from tide.exits.gate import ExitGate, note
-from tide.exits.ngrams import NGramPrediction
-from tide.exits.thresholds import Thresholds
 from tide.models.attach import attach
-from tide.models.costs import medians
 from tide.models.fingerprint import dtype_name, fingerprint
 from tide.models.runner import DepthRunner
 from tide.progress import Stages, bars
@@ -53,7 +47,6 @@ def main() -> None:
     options.add_argument("--candidates", type=int, nargs="+", default=[128])
     options.add_argument("--vocabulary", type=int, default=8192)
     options.add_argument("--work", type=Path, help="keep the collected states here")
-    options.add_argument("--compile", action="store_true", help="time compiled gates too")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
@@ -76,11 +69,10 @@ def main() -> None:
             size = runner.config.vocab_size
             fitted.candidates = choose_vocabulary(collection, count, size)
             results += compare(fitted.scores(collection), costs, runner.n_layers, count)
-        cost = [gate_costs(runner, fitted, n, args.compile) for n in args.candidates]
     tokens = {split: sum(map(len, collection.answers(split))) for split in ("fit", "tuning")}
     report(
         "gates on the same held-out answers", args, results, dtype=dtype_name(model), tokens=tokens,
-        new_tokens=args.new_tokens, vocabulary=args.vocabulary, costs=costs.to_dict(), gates=cost,
+        new_tokens=args.new_tokens, vocabulary=args.vocabulary, costs=costs.to_dict(),
     )  # fmt: skip
 
 
@@ -96,8 +88,8 @@ def collect(
         documents=documents.fingerprint, model=f"{identity.head}{identity.layers}",
         dtype=dtype_name(runner.model),
     )  # fmt: skip
-    collection = Collection(folder, plan)
-    collection.collect(runner, tokenizer, documents, progress=bar("Answers and states"))
+    collection = Collection(folder, plan, documents)
+    collection.collect(runner, tokenizer, progress=bar("Answers and states"))
     return collection
 
 
@@ -136,55 +128,6 @@ def at_risk(
         "exit_rate": found.exit_rate, "error_rate": found.error_rate,
         "read_rate": found.read_rate, "speedup": found.speedup,
     }  # fmt: skip
-
-
-def gate_costs(
-    runner: DepthRunner, fitted: Components, candidates: int, compiled: bool
-) -> dict[str, Any]:
-    """What gates cost in layers: counted as weights read, and measured."""
-    readout, head = fitted.readout, as_served(fitted.heads, fitted.readout)[0]
-    router, tokens = fitted.routers[0].to(readout.device), fitted.candidates
-    assert tokens is not None
-    layer = sum(p.numel() for p in runner.parts.layers[-1].parameters())
-    of_head = sum(p.numel() for p in head.parameters())
-    of_router = sum(p.numel() for p in router.parameters())
-    hidden, read = runner.config.hidden_size, readout.linear_head()[0]
-    assert read is not None
-    prefilter = Prefilter(
-        ConfidenceModel(("candidates",)), CandidateReadout(readout, tokens[:candidates])
-    )
-    gates = {
-        "router, no": ExitGate(head, readout, Thresholds(router=2.0), router),
-        "candidates, no": ExitGate(
-            head, readout, Thresholds(confidence=0.0, prefilter=2.0), router, ConfidenceModel(),
-            prefilter,
-        ),
-        "candidates, yes": ExitGate(
-            head, readout, Thresholds(confidence=0.0, prefilter=0.0), router, ConfidenceModel(),
-            prefilter,
-        ),
-    }  # fmt: skip
-    state = torch.randn(1, hidden).to(readout.device, readout.dtype)
-    notes = torch.tensor([note(NGramPrediction(5, 3, 7, 0.5))])
-    ways: dict[str, Any] = {"eager": lambda gate: gate.to(readout.device)}
-    if compiled:
-        ways["compiled"] = lambda gate: torch.compile(gate, fullgraph=True, dynamic=False)
-    parts = {}
-    for way, make in ways.items():
-        for name, gate in gates.items():
-            made = make(gate)
-            parts[f"{name}, {way}"] = lambda made=made: made(state, notes).tolist()
-    with torch.no_grad():
-        seconds = medians(parts, repeats=50)
-    return {
-        "candidates": candidates,
-        "counted_layers": {
-            "router, no": (of_router + of_head) / layer,
-            "candidates, no": (of_router + of_head + candidates * hidden) / layer,
-            "candidates, yes": (of_router + of_head + candidates * hidden + read.numel()) / layer,
-        },
-        "measured_seconds": seconds,
-    }
 
 
 if __name__ == "__main__":

@@ -74,9 +74,12 @@ class Ground:
         made = good_artifact(self.model, self.runner)
         self.header, self.tensors = made._header(), made._tensors()
         self.run = good_run(made.certificates[0])
-        self.documents = Documents(("one two", "three four"), ("five", "six"), ("seven",), ())
+        self.documents = Documents(
+            fit=("one two", "three four"), tuning=("five", "six"), certify=("seven",),
+            tuning_document=(0, 1), used=(),
+        )  # fmt: skip
         self.work = folder / "work"
-        self.collection(self.work).collect(self.runner, Characters(), self.documents)
+        self.collection(self.work).collect(self.runner, Characters())
         load_or_measure(self.work / "costs.json", self.runner, 0, TIDEConfig(), 1)
         self._known: set[str] = set()
 
@@ -102,7 +105,7 @@ class Ground:
             layers=(1, 2), on_policy=True, new_tokens=4, max_tokens=8, unit=1, seed=0,
             documents=self.documents.fingerprint, model="x", dtype="float32",
         )  # fmt: skip
-        return Collection(folder, plan)
+        return Collection(folder, plan, self.documents)
 
     def is_new(self, made: Artifact) -> bool:
         """Whether an artifact like this has not been tried with the model yet."""
@@ -301,7 +304,7 @@ def write_work(rng: random.Random, ground: Ground) -> tuple[Path, str]:
 def read_work(path: Path, ground: Ground) -> None:
     """Resume a calibration as far as the collected states are read."""
     collection = ground.collection(path)
-    collection.collect(ground.runner, Characters(), ground.documents)
+    collection.collect(ground.runner, Characters())
     load_or_measure(path / "costs.json", ground.runner, 0, TIDEConfig(), 1)
     for split in ("fit", "tuning"):
         states = [unit.states[0] for unit in collection.units(split)]

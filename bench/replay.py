@@ -21,7 +21,6 @@ from tide.decode.recycled import RecycledPredictions
 from tide.decode.replay import speedups
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
-from tide.exits.heads import read_exit_head
 from tide.models.costs import measure_loop
 from tide.models.fingerprint import dtype_name
 
@@ -69,7 +68,7 @@ def compare(
     for sequences in sorted({1, batch}):
         machinery.compile(sequences)
         stages = machinery.exits.stages(engine.runner.n_layers)
-        read = read_exit_head(machinery.exits.readout)
+        read = machinery.exits.gates[0].head_timer()
         trees = tree_lengths(engine.config.max_tree, sequences)
         costs.append(measure_loop(engine.runner, stages, read, sequences, trees=trees))
     layers = tuple(checkpoint.layer for checkpoint in machinery.exits.checkpoints)

@@ -7,9 +7,11 @@ Drawn from result files. What a chart shows is also in a table, and captions are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from html import escape
 
+import model_tables as models
 from drawings import ROOT, STYLE
 from headline_tables import Headline, headlines, short
 from results import MODELS, read, times
@@ -165,6 +167,50 @@ def depth() -> str:
     return _svg(bottom + 46, parts, "; ".join(told))
 
 
+SHAPES = ("M{x} {y}m-6 0a6 6 0 1 0 12 0a6 6 0 1 0 -12 0", "M{x} {y}m-6 -6h12v12h-12z",
+          "M{x} {y}m0 -8l8 14h-16z")  # fmt: skip
+
+
+def sizes() -> str:
+    """Depth saved by exits at three error rates, against the size of the model."""
+    found = models.measured("depth_{}")
+    left, right, top, bottom = 44, WIDTH - 16, 62, 262
+    shares = {
+        risk: [models.chosen(of, risk)["depth_saved"] for of in found.values()]
+        for risk in models.RISKS
+    }
+    most = max(0.2, *(share for of in shares.values() for share in of))
+    low, high = (math.log(f(size for size, _ in models.MODELS.values())) for f in (min, max))
+
+    def x_of(model: str) -> float:
+        at = (math.log(models.MODELS[model][0]) - low) / (high - low)
+        return left + 50 + at * (right - left - 110)
+
+    def y_of(share: float) -> float:
+        return bottom - share / most * (bottom - top)
+
+    parts = [_text(4, 16, "depth saved by exits, at an error rate of", "small muted")]
+    for tick in (n / 20 for n in range(int(20 * most) + 1)):
+        parts.append(f'<path class="grid" d="M{left} {y_of(tick):.1f}H{right}"/>')
+        parts.append(_text(left - 6, y_of(tick) + 4, f"{100 * tick:.0f} %", "small muted", "end"))
+    for (risk, of), shape, x in zip(shares.items(), SHAPES, (60, 160, 260), strict=True):
+        legend = shape.format(x=x, y=36)
+        parts.append(f'<path class="point" d="{legend}"/>')
+        parts.append(_text(x + 14, 40, f"{100 * float(risk):.0f} %", "small"))
+        for model, share in zip(found, of, strict=True):
+            place = shape.format(x=f"{x_of(model):.1f}", y=f"{y_of(share):.1f}")
+            parts.append(f'<path class="point" d="{place}"/>')
+    for model in found:
+        name = f"{models.MODELS[model][0]:,} M"
+        parts.append(_text(x_of(model), bottom + 18, name, "small muted", "middle"))
+    parts.append(_text((left + right) / 2, bottom + 36, "parameters", "small muted", "middle"))
+    told = "; ".join(
+        f"{models.name(of)} {', '.join(f'{100 * shares[risk][k]:.1f} %' for risk in shares)}"
+        for k, of in enumerate(found.values())
+    )
+    return _svg(bottom + 48, parts, f"depth saved at 1, 2 and 5 % error: {told}")
+
+
 # A part of a step -> how its box is filled; told apart without colour.
 FILLS = {"layers": 'class="hf"', "head": 'fill="url(#h)" class="box"', "gates": 'class="star"',
          "host": 'class="box" fill="none"'}  # fmt: skip
@@ -212,7 +258,9 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start")
     return f'<text {place} class="{style}">{escape(text)}</text>'
 
 
-CHARTS = {"methods": methods, "tradeoff": tradeoff, "depth": depth, "steps": steps}
+CHARTS = {
+    "methods": methods, "tradeoff": tradeoff, "depth": depth, "sizes": sizes, "steps": steps
+}  # fmt: skip
 
 
 def main() -> None:

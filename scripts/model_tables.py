@@ -7,8 +7,9 @@ from typing import Any
 
 from results import RESULTS, conditions, percent, read, table, times
 
-# With their layers, from the smallest on.
-LAYERS = {"smollm2": 30, "gemma3_270m": 18, "qwen2_5_coder_0_5b": 24, "qwen2_5_coder_1_5b": 28}
+# Millions of parameters of each, and layers.
+MODELS = {"smollm2": (135, 30), "gemma3_270m": (268, 18), "qwen2_5_coder_0_5b": (494, 24),
+          "qwen2_5_coder_1_5b": (1544, 28)}  # fmt: skip
 RISKS = ("0.01", "0.02", "0.05")
 BATCHES = (1, 4)
 DEPTHS = (0.5, 0.75, 0.9)
@@ -16,7 +17,7 @@ DEPTHS = (0.5, 0.75, 0.9)
 
 def measured(form: str) -> dict[str, dict[str, Any]]:
     """The result files there are, by model."""
-    names = {model: form.format(model) for model in LAYERS}
+    names = {model: form.format(model) for model in MODELS}
     found = {model: read(name) for model, name in names.items()
              if (RESULTS / f"{name}.json").exists()}  # fmt: skip
     if not found:
@@ -24,16 +25,29 @@ def measured(form: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def gate_costs() -> str:
+    """What gates cost, uncompiled and in compiled segments."""
+    found = measured("gate_costs_{}")
+    rows = [
+        (name(of), way, f"{1e3 * cost['layer_seconds']:.2f}", f"{cost['no']:.2f}",
+         f"{cost['yes']:.2f}")
+        for of in found.values() for way, cost in of["results"].items()
+    ]  # fmt: skip
+    head = ("model", "segments", "a layer, ms", "a no, in layers", "a yes, in layers")
+    return table(head, rows) + conditions(_shared(found.values()))
+
+
 def depth() -> str:
+    """What calibration found, by model."""
     rows, found = [], measured("depth_{}")
     for model, of in found.items():
-        n_layers, costs, heads = LAYERS[model], of["costs"], of["heads"]
-        chosen = [next(c for c in of["exits"][risk] if c["best"]) for risk in RISKS]
+        n_layers, costs, heads = MODELS[model][1], of["costs"], of["heads"]
+        exits = [chosen(of, risk) for risk in RISKS]
         yes = costs["prefilter"] + costs["exit_head"]
         rows.append(
-            (_name(of), n_layers, f"{sum(of['tokens'].values()):,}",
+            (name(of), n_layers, f"{sum(of['tokens'].values()):,}",
              *(percent(_agreement(heads, share * n_layers), 0) for share in DEPTHS),
-             *(f"{percent(c['exit_rate'])}, {percent(c['depth_saved'])}" for c in chosen),
+             *(f"{percent(c['exit_rate'])}, {percent(c['depth_saved'])}" for c in exits),
              f"{costs['prefilter'] / costs['layer']:.2f}, {yes / costs['layer']:.2f}")
         )  # fmt: skip
     head = (
@@ -45,10 +59,11 @@ def depth() -> str:
 
 
 def speed() -> str:
+    """What the modes gave, by model and batch."""
     found = {batch: measured(f"modes_{{}}_batch_{batch}") for batch in BATCHES}
-    runs = [of[model] for model in LAYERS for of in found.values() if model in of]
+    runs = [of[model] for model in MODELS for of in found.values() if model in of]
     rows = [
-        (_name(run), run["conditions"]["batch"], *cells)
+        (name(run), run["conditions"]["batch"], *cells)
         for run in runs
         for cells in _modes(run["results"])
     ]
@@ -90,7 +105,13 @@ def _agreement(heads: dict[str, Any], after: float) -> float:
     return min(pairs, key=lambda pair: abs(pair[0] + 1 - after))[1]
 
 
-def _name(of: dict[str, Any]) -> str:
+def chosen(of: dict[str, Any], risk: str) -> dict[str, Any]:
+    """The exits that were taken for a risk."""
+    return next(choice for choice in of["exits"][risk] if choice["best"])
+
+
+def name(of: dict[str, Any]) -> str:
+    """The model of a result file."""
     return of["conditions"]["model"].removesuffix("-Instruct")
 
 

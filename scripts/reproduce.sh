@@ -73,12 +73,13 @@ code_prompts() {
 }
 
 # Models of four sizes: calibrated on at least 60,000 tokens of their own, then timed.
+# depth MODEL DATA PROMPTS NEW_TOKENS
 depth() {
-  local name=$1 data=$2 samples=$3
+  local name=$1 data=$2 samples=$3 new=$4
   prompts
   code_prompts
   tide calibrate "$(weights "$name")" -o "$WORK/depth_$name" --data "$WORK/$data.jsonl" \
-    --samples "$samples" --new-tokens 128 --interval 2 --dtype float32 --threads 2 --engine vllm \
+    --samples "$samples" --new-tokens "$new" --interval 2 --dtype float32 --threads 2 --engine vllm \
     --work "$WORK/depth_$name.work" --json | tail -1 > "$R/depth_$name.json"
 }
 # modes_of MODEL DATA BATCH PROMPTS OPTIONS...
@@ -86,10 +87,17 @@ modes_of() {
   tide bench "$(weights "$1")" "$WORK/depth_$1" --data "$2" --batch "$3" --samples "$4" \
     --dtype float32 --threads 2 --new-tokens 48 --out "$R/modes_$1_batch_$3.json" "${@:5}"
 }
-step depth_smollm2 depth smollm2 prompts 700
-step depth_gemma3_270m depth gemma3_270m prompts 700
-step depth_qwen2_5_coder_0_5b depth qwen2_5_coder_0_5b code 656
-step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 656
+step depth_smollm2 depth smollm2 prompts 700 128
+step depth_gemma3_270m depth gemma3_270m prompts 700 128
+step depth_qwen2_5_coder_0_5b depth qwen2_5_coder_0_5b code 360 256
+step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 360 256
+gate_costs() {
+  python bench/gate_costs.py "$(weights "$1")" --out "$R/gate_costs_$1.json"
+}
+step gate_costs_smollm2 gate_costs smollm2
+step gate_costs_gemma3_270m gate_costs gemma3_270m
+step gate_costs_qwen2_5_coder_0_5b gate_costs qwen2_5_coder_0_5b
+step gate_costs_qwen2_5_coder_1_5b gate_costs qwen2_5_coder_1_5b
 step certificates_smollm2 python bench/certificates.py "$MODEL" "$WORK/depth_smollm2" \
   --dtype float32 --certify gsm8k --serve spec_bench --sequences 400 --same 200 --fresh 64 --new 48 \
   --threshold-scale 0.125 0.5 1 2 --save "$WORK/depth_smollm2" --out $R/certificates_smollm2.json

@@ -68,6 +68,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration_others": calibration.other_models,
     "models_depth": models.depth,
     "models_speed": models.speed,
+    "gate_costs": models.gate_costs,
     "self_drafts": calibration.self_drafts,
     "prefill": calibration.prefill,
     "replay": calibration.replay,

@@ -7,9 +7,11 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +22,8 @@ from tide.calibration.confidence import fit_confidence_model
 from tide.calibration.costs import Costs
 from tide.calibration.data import Prompt, load_prompts, load_texts, split_documents
 from tide.calibration.pipeline import calibrate, checkpoint_layers
-from tide.calibration.scores import PARTS, Scores, auc, observe
+from tide.calibration.replays import record
+from tide.calibration.scores import PARTS, Scores, auc, observe, tuning_documents
 from tide.config import TIDEConfig
 from tide.engine import TIDE
 from tide.errors import ConfigError, DataError
@@ -146,13 +149,13 @@ def collect_plan(**changes: Any) -> CollectPlan:
 def test_processes_share_the_units(tmp_path: Path, monkeypatch: Any) -> None:
     documents = split_documents(load_prompts(texts(80)))
     plan = collect_plan(layers=(1, 3), documents=documents.fingerprint)
-    alone, shared = Collection(tmp_path / "alone", plan), Collection(tmp_path / "shared", plan)
+    alone, shared = (Collection(tmp_path / name, plan, documents) for name in ("alone", "shared"))
     runner = attach(tiny_model("llama"))
-    alone.collect(runner, tiny_tokenizer(), documents)
+    alone.collect(runner, tiny_tokenizer())
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in ("1", "0"):  # the first process waits for the others, so it comes last here
         monkeypatch.setenv("RANK", rank)
-        shared.collect(runner, tiny_tokenizer(), documents)
+        shared.collect(runner, tiny_tokenizer())
     for split in ("fit", "tuning"):
         for one, other in zip(alone.units(split), shared.units(split), strict=True):
             assert torch.equal(one.states, other.states)
@@ -160,29 +163,60 @@ def test_processes_share_the_units(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
-    Collection(tmp_path, collect_plan())
-    Collection(tmp_path, collect_plan())
+    documents = split_documents(load_prompts(texts(12)))
+    plan = collect_plan(documents=documents.fingerprint)
+    Collection(tmp_path, plan, documents)
+    Collection(tmp_path, plan, documents)
     with pytest.raises(DataError, match="other settings"):
-        Collection(tmp_path, collect_plan(seed=1))
+        Collection(tmp_path, replace(plan, seed=1), documents)
 
 
 def test_a_collection_stores_the_context_of_each_position(tmp_path: Path) -> None:
     model = tiny_model("llama")
     documents = split_documents(load_prompts(texts(12)))
     plan = collect_plan(layers=(2,), on_policy=False, documents=documents.fingerprint)
-    collection = Collection(tmp_path, plan)
-    collection.collect(attach(model), tiny_tokenizer(), documents)
+    collection = Collection(tmp_path, plan, documents)
+    collection.collect(attach(model), tiny_tokenizer())
     (unit,) = collection.units("tuning")
     ids = tiny_tokenizer()(documents.tuning[0])["input_ids"]
-    tokens, prompt = unit.documents()[0]
+    tokens, prompt = unit.texts()[0]
     assert tokens == ids and prompt == 1
-    assert unit.documents()[1][0] == tiny_tokenizer()(documents.tuning[1])["input_ids"]
+    assert unit.texts()[1][0] == tiny_tokenizer()(documents.tuning[1])["input_ids"]
     assert next(collection.answers("tuning")) == ids[1:]
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1]
     target = unit.top_tokens[: len(ids) - 1, 0]
     assert target.tolist() == logits.argmax(-1).tolist()
     assert unit.states.shape[:2] == (2, sum(len(a) for a in collection.answers("tuning")))
+
+
+def test_all_texts_of_a_document_serve_the_same_part(tmp_path: Path) -> None:
+    """Also next to a text whose answer is empty, and across the border of two units."""
+    rows = [Prompt(f"{task}ghi{k:02}", document=f"d{k}") for k in range(40) for task in "abc"]
+    documents = split_documents(rows, tuning=0.5)
+    documents = replace(documents, tuning=("x", *documents.tuning),
+                        tuning_document=(100, *documents.tuning_document))  # fmt: skip
+    plan = collect_plan(layers=(1, 3), on_policy=False, documents=documents.fingerprint)
+    collection = Collection(tmp_path, plan, documents)
+    runner = attach(tiny_model("llama"))
+    collection.collect(runner, tiny_tokenizer())
+    assert next(collection.answers("tuning")) == []
+    found = tuning_documents(collection)
+    answers = list(collection.answers("tuning"))
+    expected = [d for d, a in zip(documents.tuning_document, answers, strict=True) for _ in a]
+    assert len(found) > 1 and np.concatenate(found).tolist() == expected
+    scores = [replace(synthetic(layer, len(expected)), document=np.array(expected))
+              for layer in plan.layers]  # fmt: skip
+    subjects = {}
+    for part in sorted(set(PARTS)):
+        recording = record(collection, scores, 6, part)
+        assert recording.correct.shape[1] == sum(
+            len(tokens) - prompt
+            for tokens, prompt in zip(recording.tokens, recording.prompts, strict=True)
+        )
+        subjects[part] = {tiny_tokenizer().decode(tokens)[-2:] for tokens in recording.tokens}
+    for one, other in combinations(subjects.values(), 2):
+        assert one and other and one.isdisjoint(other)
 
 
 def test_splits_share_no_document_and_follow_the_seed() -> None:
@@ -246,11 +280,19 @@ def test_what_cannot_be_calibrated_is_refused_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_calibration_and_serving_compute_the_same_confidence(tmp_path: Path) -> None:
+def test_calibration_and_serving_compute_the_same_confidence(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """The confidence along an answer is the same while decoding and in calibration."""
+    # With measured costs, every run would choose checkpoints of its own.
+    monkeypatch.setattr(costs, "measure_costs", lambda *args: COSTS)
+    monkeypatch.setattr(costs, "measure_loops", lambda *args: LOOPS)
     model = tiny_model("llama")
     made = run(model, tmp_path / "router", work=tmp_path / "work", data=texts(60))
     checkpoints = made.checkpoints
+    assert checkpoints
+    for checkpoint in checkpoints:  # or the gate would show the prefilter's score
+        checkpoint.thresholds = replace(checkpoint.thresholds, prefilter=None)
     # No confidence reaches 1, so every token is scored at every checkpoint.
     engine = TIDE(model, made, TIDEConfig(min_layers=0, drafts=(), exit_threshold=1.0))
     seen: list[list[float]] = [[] for _ in checkpoints]
@@ -259,7 +301,9 @@ def test_calibration_and_serving_compute_the_same_confidence(tmp_path: Path) -> 
             lambda gate, inputs, packed, here=scores_of_gate: here.append(float(packed[0, 0, 2]))
         )
     plan = CollectPlan(**json.loads((tmp_path / "work/plan.json").read_text()))
-    collection = Collection(tmp_path / "work", replace(plan, layers=tuple(plan.layers)))
+    documents = split_documents(load_prompts(texts(60)))
+    plan = replace(plan, layers=tuple(plan.layers))
+    collection = Collection(tmp_path / "work", plan, documents)
     layers = list(plan.layers)
     readout = Readout(*(getattr(engine.runner.parts, p) for p in ("norm", "head")), model.config,
                       made.vocabulary)  # fmt: skip
@@ -270,7 +314,7 @@ def test_calibration_and_serving_compute_the_same_confidence(tmp_path: Path) -> 
         [by_layer[x].router if x in by_layer else TokenRouter(32, 8) for x in layers],
         ContinuationTable(made.table),
     )  # fmt: skip
-    tokens, prompt = next(collection.units("tuning")).documents()[0]
+    tokens, prompt = next(collection.units("tuning")).texts()[0]
     text = torch.tensor([tokens[:prompt]])
     output = engine.generate(text, max_new_tokens=len(tokens) - prompt, do_sample=False,
                              pad_token_id=0)  # fmt: skip
@@ -329,6 +373,16 @@ def test_every_document_of_the_tuning_split_is_used_once() -> None:
         assert all(parts)
     with pytest.raises(DataError, match="has 2 documents"):
         synthetic(3, n=40).part("fit")
+
+
+def test_too_few_documents_are_refused_at_once(tmp_path: Path) -> None:
+    """However many texts there are about them."""
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"{task}ghi{k}", "document": f"d{k}"} for k in range(5) for task in "abcdef"]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="has 1 documents; it needs 3"):
+        run(tiny_model("llama"), tmp_path / "router", data=path)
+    assert not (tmp_path / "router.work").exists()
 
 
 def test_thresholds_keep_their_risk_where_they_were_chosen() -> None:
@@ -421,14 +475,15 @@ from tiny import tiny_model, tiny_tokenizer
 
 count = int(sys.argv[1])
 texts = tuple(f"{number:05}" + "abcdefghij" * 6 for number in range(count))
+documents = Documents(fit=texts, tuning=(), certify=(), tuning_document=(), used=())
 runner = attach(tiny_model("llama", hidden_size=512, num_attention_heads=4))
 plan = CollectPlan(
-    layers=(1, 3), on_policy=False, new_tokens=0, max_tokens=64, top_k=8, seed=0, documents="d",
-    model="m", dtype="t",
+    layers=(1, 3), on_policy=False, new_tokens=0, max_tokens=64, top_k=8, seed=0,
+    documents=documents.fingerprint, model="m", dtype="t",
 )
 with TemporaryDirectory() as folder:
-    collection = Collection(Path(folder), plan)
-    collection.collect(runner, tiny_tokenizer(), Documents(texts, (), (), ()), splits=("fit",))
+    collection = Collection(Path(folder), plan, documents)
+    collection.collect(runner, tiny_tokenizer(), splits=("fit",))
     seen = sum(unit.states.shape[1] for unit in collection.units("fit"))
     assert seen == 63 * count, seen
 print(peak_memory_mb())

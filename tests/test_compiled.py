@@ -23,6 +23,7 @@ from tide.decode.loop import DecodeLoop
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.exits.confidence import ConfidenceModel
+from tide.exits.gate import ExitGate
 from tide.exits.heads import SuccessorHead
 from tide.exits.policy import ScriptedPolicy
 from tide.exits.routers import TokenRouter
@@ -187,7 +188,45 @@ def test_graphs_decide_as_the_model_does(mode: str, sequences: int) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-def test_a_gate_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("sequences", "sample"), [(1, False), (4, True)])
+def test_a_prefilter_in_a_pass_changes_nothing(
+    sequences: int, sample: bool, monkeypatch: Any
+) -> None:
+    """As on a GPU, where a pass holds the whole gate."""
+    kwargs = {**prompts(sequences), "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for screens, compile in ((True, False), (False, False), (False, True)):
+        with monkeypatch.context() as patch:
+            if not screens:
+                patch.setattr(ExitGate, "screens", lambda gate, states: False)
+            config = TIDEConfig(min_layers=0, exit_threshold=None)
+            tide = TIDE(tiny_model("llama"), gated(), config, allow_mismatch=True, check=False,
+                        compile=compile)  # fmt: skip
+            tide.drafter.fixed = True
+            torch.manual_seed(0)
+            tokens = tide.generate(**kwargs, do_sample=sample)
+            found.append((tokens.tolist(), tide.last_stats.exits_per_layer))
+            assert tide.last_stats.exited_tokens > 0
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_prefilter_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: Any) -> None:
+    def wrong(self: ExitGate, states: Tensor, notes: Tensor) -> Tensor:
+        packed = forward(self, states, notes)
+        return 1 - packed if torch.compiler.is_compiling() else packed
+
+    forward = ExitGate.forward
+    monkeypatch.setattr(ExitGate, "forward", wrong)
+    config = TIDEConfig(min_layers=0, exit_threshold=None)
+    tide = TIDE(tiny_model("llama"), gated(), config, allow_mismatch=True, compile=True)
+    with pytest.warns(CompileWarning, match="tokens differ"):
+        tide.generate(**prompts(1), **GREEDY)
+    assert tide.runner.name == "segments"
+
+
+@pytest.mark.usefixtures("traced")
+def test_a_head_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: Any) -> None:
     def wrong(self: SuccessorHead, states: Tensor, notes: Tensor) -> Tensor:
         tokens = forward(self, states, notes)
         return tokens + 1 if torch.compiler.is_compiling() else tokens

@@ -276,7 +276,7 @@ def test_a_unit_too_many_is_refused(ground: Ground) -> None:
     path = work(ground)
     (path / "fit-00002.safetensors").write_bytes((path / "fit-00000.safetensors").read_bytes())
     with pytest.raises(DataError, match=r"fit-00002.*is not of this collection"):
-        ground.collection(path).collect(ground.runner, Characters(), ground.documents)
+        ground.collection(path).collect(ground.runner, Characters())
 
 
 @pytest.mark.parametrize(

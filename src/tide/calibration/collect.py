@@ -1,6 +1,6 @@
 """The collection: the model's own answers, and its states at the checkpoints along them.
 
-One streaming pass in units of a few documents. Each finished unit is written to its own file, so
+One streaming pass in units of a few texts. Each finished unit is written to its own file, so
 memory does not grow with the number of documents, an interrupted collection resumes where it
 stopped, and several processes can share the units. The content of a unit depends only on its
 documents and the seed.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tide.calibration.answers import Answers, self_answering
 from tide.calibration.data import Documents, encode_prompts, encode_texts
-from tide.calibration.unit import CollectPlan, Unit, check_unit, documents_of, read_note
+from tide.calibration.unit import CollectPlan, Unit, check_unit, read_note, texts_of
 from tide.errors import DataError
 from tide.exits.files import naming, write_whole
 from tide.models.runner import DepthRunner
@@ -33,7 +33,7 @@ from tide.models.tokens import TokenBatch
 
 @dataclass(frozen=True)
 class _UnitTexts:
-    """The documents of one unit, before the model has seen them."""
+    """The texts of one unit, before the model has seen them."""
 
     split: str
     number: int
@@ -49,10 +49,12 @@ class Collection:
     Args:
         folder: where they are kept.
         plan: what they hold; a folder with the units of another plan is an error.
+        documents: what they are collected from.
     """
 
-    def __init__(self, folder: Path, plan: CollectPlan) -> None:
-        self.folder, self.plan = folder, plan
+    def __init__(self, folder: Path, plan: CollectPlan, documents: Documents) -> None:
+        assert plan.documents == documents.fingerprint
+        self.folder, self.plan, self.documents = folder, plan, documents
         with naming(folder):
             folder.mkdir(parents=True, exist_ok=True)
         note, wanted = folder / "plan.json", json.loads(json.dumps(asdict(plan)))
@@ -90,16 +92,16 @@ class Collection:
             with safe_open(path, framework="pt") as file:
                 yield file.get_tensor("top_tokens")
 
-    def documents_by_unit(self, split: str) -> Iterator[list[tuple[list[int], int]]]:
-        """The documents of each unit of a split, in order; see `Unit.documents`."""
+    def texts_by_unit(self, split: str) -> Iterator[list[tuple[list[int], int]]]:
+        """The texts of each unit of a split, in order; see `Unit.texts`."""
         for path in self._files(split):
             with safe_open(path, framework="pt") as file:  # the states stay on disk
-                yield documents_of(*(file.get_tensor(n) for n in ("tokens", "ends", "prompts")))
+                yield texts_of(*(file.get_tensor(n) for n in ("tokens", "ends", "prompts")))
 
     def answers_by_unit(self, split: str) -> Iterator[list[list[int]]]:
         """The answers of each unit of a split, in order, as token ids."""
-        for documents in self.documents_by_unit(split):
-            yield [tokens[prompt:] for tokens, prompt in documents]
+        for texts in self.texts_by_unit(split):
+            yield [tokens[prompt:] for tokens, prompt in texts]
 
     def answers(self, split: str) -> Iterator[list[int]]:
         """The answers of a split, in order, as token ids."""
@@ -110,7 +112,6 @@ class Collection:
         self,
         runner: DepthRunner,
         tokenizer: Any,
-        documents: Documents,
         *,
         splits: Sequence[str] = ("fit", "tuning"),
         answers: Answers | None = None,
@@ -126,7 +127,7 @@ class Collection:
         todo = [
             _UnitTexts(split, number, texts[number * size : (number + 1) * size])
             for split in splits
-            for texts in (getattr(documents, split),)
+            for texts in (getattr(self.documents, split),)
             for number in range(-(-len(texts) // size))
         ]
         paths = [self.path(unit.split, unit.number) for unit in todo]
@@ -141,7 +142,7 @@ class Collection:
             progress(there, len(todo))
             time.sleep(0.2)
         for split in splits:
-            beyond = self.path(split, -(-len(getattr(documents, split)) // size))
+            beyond = self.path(split, -(-len(getattr(self.documents, split)) // size))
             if beyond.exists():
                 raise DataError(f"{beyond} is not of this collection. Remove it, and run again.")
         progress(len(todo), len(todo))
@@ -163,13 +164,12 @@ class Collection:
             # Every token of the text but the first is predicted from the tokens before it.
             whole = encode_texts(tokenizer, unit.texts, plan.max_tokens)
             prompts, replies = [ids[:1] for ids in whole], [ids[1:] for ids in whole]
-        # A prompt with an empty answer has no position.
-        pairs = [pair for pair in zip(prompts, replies, strict=True) if pair[1]]
-        if not pairs:
+        pairs = list(zip(prompts, replies, strict=True))
+        if not any(replies):
             raise DataError(
                 f"Every answer to the prompts of {unit.split} unit {unit.number} is empty."
             )
-        parts = [self._along(runner, prompt, reply) for prompt, reply in pairs]
+        parts = [self._along(runner, prompt, reply) for prompt, reply in pairs if reply]
         joined = {
             name: torch.cat([part[name] for part in parts], dim=1 if name == "states" else 0)
             for name in parts[0]

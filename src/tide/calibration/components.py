@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,7 +111,9 @@ def fit_components(
         fit_heads(heads, collection, readout, plan.heads, bar("Exit heads"))
     with stages.stage("routers"):
         tick, routers = bar("Routers"), []
-        stop_on = [torch.from_numpy(in_part(d, "fit")) for d in tuning_documents(collection)]
+        document = tuning_documents(collection)
+        to_fit = torch.from_numpy(in_part(np.concatenate(document), "fit"))
+        stop_on = to_fit.split([len(unit) for unit in document])
         for i, head in enumerate(as_served(heads, readout)):
             tick(i, len(layers))
             labels = router_labels(collection, readout, head, i, plan.routers)

@@ -17,7 +17,7 @@ from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.confidence import ConfidenceModel
 from tide.exits.files import reason, write_whole
 from tide.exits.gate import ExitGate, note
-from tide.exits.heads import ExitHead, Readout, TargetHead, read_exit_head
+from tide.exits.heads import ExitHead, Readout, TargetHead
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
@@ -134,7 +134,7 @@ def measure_loops(
     half, n = max(1, runner.n_layers // 2), runner.n_layers
     whole = Readout(runner.parts.norm, runner.parts.head, runner.config)
     stages = [((0, half), gate), ((half, n), TargetHead(whole))]
-    read, nodes = read_exit_head(readout), nodes if runner.takes_trees else 0
+    read, nodes = gate.head_timer(), nodes if runner.takes_trees else 0
     return [
         measure_loop(runner, stages, read, sequences, trees=tree_lengths(nodes, sequences))
         for sequences in sorted({1, batch})

@@ -46,18 +46,20 @@ class Prompt(NamedTuple):
         return tuple(text_key(name) for name in (self.text, self.document) if name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Documents:
     """Prompts by split. No document that is used for fitting is used for certification.
 
     Attributes:
         fit, tuning, certify: texts of the splits.
+        tuning_document: the document of each text of `tuning`, counted from 0.
         used: keys of the prompts that certification must not use.
     """
 
     fit: tuple[str, ...]
     tuning: tuple[str, ...]
     certify: tuple[str, ...]
+    tuning_document: tuple[int, ...]
     used: tuple[str, ...]
 
     @property
@@ -132,8 +134,12 @@ def split_documents(
     fit, chosen, reserved = (
         tuple(prompt.text for document in part for prompt in document) for part in parts
     )
+    numbers = (number for number, document in enumerate(parts[1]) for _ in document)
     used = (key for document in order[:n_used] for prompt in document for key in prompt.keys)
-    return Documents(fit, chosen, reserved, tuple(dict.fromkeys(used)))
+    return Documents(
+        fit=fit, tuning=chosen, certify=reserved, tuning_document=tuple(numbers),
+        used=tuple(dict.fromkeys(used)),
+    )  # fmt: skip
 
 
 def text_key(text: str) -> str:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tide.calibration.answers import Answers
@@ -28,6 +29,7 @@ from tide.calibration.report import (
     gate_table,
     head_table,
 )
+from tide.calibration.scores import require_parts
 from tide.config import TIDEConfig
 from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
@@ -39,6 +41,7 @@ from tide.models.attach import attach
 from tide.models.fingerprint import dtype_name, fingerprint, model_name
 from tide.progress import Stages, bars
 
+MAX_PROMPT = 512  # tokens
 LABELS = ("agreement", "cosine")
 _REPLAYED = 6  # choices of each number of exits that are replayed
 
@@ -63,7 +66,7 @@ def calibrate(
     vocabulary: int = 8192,
     table_bytes: int = 4 << 20,
     new_tokens: int = 160,
-    max_prompt: int = 512,
+    max_prompt: int = MAX_PROMPT,
     epochs: int = 2,
     seed: int = 0,
     work: str | Path | None = None,
@@ -111,6 +114,7 @@ def calibrate(
         data if data is not None else config.calibration_dataset, config.calibration_samples
     )
     documents = split_documents(prompts, seed=seed)
+    require_parts(np.array(documents.tuning_document))
     identity = fingerprint(model, runner.parts)
     collect_plan = CollectPlan(
         layers=layers,
@@ -137,12 +141,12 @@ def calibrate(
             seed=seed,
         ),
     )
-    collection = Collection(work_folder, collect_plan)
+    collection = Collection(work_folder, collect_plan, documents)
     stages = Stages()
     with bars(quiet) as bar, frozen(model), torch.random.fork_rng():
         with stages.stage("collect"):
             tick = bar("Answers and states")
-            collection.collect(runner, tokenizer, documents, answers=answers, progress=tick)
+            collection.collect(runner, tokenizer, answers=answers, progress=tick)
         if process()[0]:
             return None
         with stages.stage("costs"):
@@ -178,7 +182,7 @@ def calibrate(
     notes = {
         "model": model_name(model),
         "dtype": dtype_name(model),
-        **data_record(documents, collection),
+        **data_record(collection),
         "on_policy": on_policy,
         "label": label,
         "seed": seed,

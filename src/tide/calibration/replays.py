@@ -23,17 +23,22 @@ _POSITIONS = 1024  # of a recording: a replay of so many takes about a second
 
 
 def record(collection: Collection, scores: Sequence[Scores], n_layers: int, part: str) -> Recording:
-    """The documents of the tuning split for `part`, up to a few thousand positions."""
+    """The answers of the tuning split for `part`, up to about a thousand positions."""
     inside = in_part(scores[0].document, part)
-    texts = [text for unit in collection.documents_by_unit("tuning") for text in unit]
-    numbers = sorted(set(scores[0].document[inside].tolist()))
+    texts = [text for unit in collection.texts_by_unit("tuning") for text in unit]
+    theirs = in_part(np.array(collection.documents.tuning_document), part)
+    answered = [
+        (tokens, prompt)
+        for (tokens, prompt), of_part in zip(texts, theirs, strict=True)
+        if of_part and len(tokens) > prompt
+    ]
     names = ("router", "prefilter", "confidence")
     following = torch.cat([unit[:, :SUCCESSORS] for unit in collection.top_tokens("tuning")])
     made = Recording(
         n_layers,
         tuple(at.layer for at in scores),
-        [texts[number][0] for number in numbers],
-        [texts[number][1] for number in numbers],
+        [tokens for tokens, _ in answered],
+        [prompt for _, prompt in answered],
         {name: np.stack([getattr(at, name)[inside] for at in scores]) for name in names},
         np.stack([at.correct[inside] for at in scores]),
         following.numpy()[inside],

@@ -11,7 +11,6 @@ from torch import Tensor
 from tide.calibration.choose import Choice, best, follow, one_scorer
 from tide.calibration.collect import Collection
 from tide.calibration.costs import Costs
-from tide.calibration.data import Documents
 from tide.calibration.fit import coverage
 from tide.calibration.scores import Scores
 
@@ -46,8 +45,9 @@ SCORERS = (
 UNTRAINED = SCORERS[1:2]
 
 
-def data_record(documents: Documents, collection: Collection) -> dict[str, Any]:
-    """The sizes of the splits, in documents and tokens, and the documents used."""
+def data_record(collection: Collection) -> dict[str, Any]:
+    """The sizes of the splits, in texts and tokens, and the documents used."""
+    documents = collection.documents
     return {
         "documents": {
             "fit": len(documents.fit),

@@ -42,7 +42,7 @@ class Scores:
         correct: whether the exit head predicts the target token.
         features: inputs of the confidence model, `[tokens, size]`.
         candidate_features: inputs of the prefilter, `[tokens, size]`; None if there is none.
-        document: the document of each token.
+        document: the document of each token, counted from 0.
     """
 
     layer: int
@@ -81,24 +81,28 @@ class Scores:
 
 
 def in_part(document: np.ndarray, name: str) -> np.ndarray:
-    """Whether each token's document is for `name`, one of `PARTS`; `[tokens]`."""
-    count = int(document.max(initial=-1)) + 1
-    if count < len(set(PARTS)):
-        raise DataError(
-            f"The tuning split has {count} documents; it needs {len(set(PARTS))}, which takes "
-            "about 15 texts, and a useful calibration takes some hundreds."
-        )
+    """Whether each of some documents is for `name`, one of `PARTS`."""
+    require_parts(document)
     return (np.array(PARTS) == name)[document % len(PARTS)]
+
+
+def require_parts(document: np.ndarray) -> None:
+    """Raise unless there are documents for each of the `PARTS`."""
+    numbers = np.unique(document)
+    if set(np.array(PARTS)[numbers % len(PARTS)]) != set(PARTS):
+        raise DataError(
+            f"The tuning split has {len(numbers)} documents; it needs {len(set(PARTS))}, which "
+            "takes texts about some 15 documents, and a useful calibration takes some hundreds."
+        )
 
 
 def tuning_documents(collection: Collection) -> list[np.ndarray]:
     """For each unit of the tuning split, the document of each position, `[positions]`."""
-    found, first = [], 0
-    for answers in collection.answers_by_unit("tuning"):
-        numbers = np.arange(first, first + len(answers))
-        found.append(np.repeat(numbers, [len(answer) for answer in answers]))
-        first += len(answers)
-    return found
+    numbers, size = np.array(collection.documents.tuning_document), collection.plan.unit
+    return [
+        np.repeat(numbers[k * size :][: len(answers)], [len(answer) for answer in answers])
+        for k, answers in enumerate(collection.answers_by_unit("tuning"))
+    ]
 
 
 @torch.no_grad()
@@ -162,7 +166,7 @@ def observe(
 
 def _predictions(unit: Unit, table: ContinuationTable | None) -> Iterator[NGramPrediction]:
     """The n-gram prediction at each position of a unit."""
-    for tokens, prompt in unit.documents():
+    for tokens, prompt in unit.texts():
         predictor = NGramPredictor(table)
         yield from (predictor.at(tokens, p, p + 1) for p in range(prompt - 1, len(tokens) - 1))
 

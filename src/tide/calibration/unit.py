@@ -1,4 +1,4 @@
-"""A unit of a collection: what a few documents gave, its file, and what must be true of it.
+"""A unit of a collection: what a few texts gave, its file, and what must be true of it.
 
 A file that was there before may be damaged, or a stranger's; it is checked before it is used.
 """
@@ -29,7 +29,7 @@ class CollectPlan:
         max_tokens: longest prompt, or text if not on-policy.
         temperature: of the half of the answers that are sampled; the other half is greedy.
         top_k: how many of the full model's most likely tokens are kept per position.
-        unit: documents per unit.
+        unit: texts per unit.
         seed: of the sampling.
         documents: fingerprint of the documents.
         model: fingerprint of the model's weights.
@@ -53,15 +53,15 @@ class CollectPlan:
 
 @dataclass(kw_only=True)
 class Unit:
-    """The content of one unit; positions of all its documents one after the other.
+    """The content of one unit; positions of all its texts one after the other.
 
     Attributes:
         states: after each checkpoint, and after the last layer, `[layers + 1, positions, hidden]`.
         top_tokens: the full model's most likely next tokens, `[positions, top_k]`.
         top_logprobs: their log-probabilities, `[positions, top_k]`.
-        tokens: prompts and answers, one document after the other, `[tokens]`.
-        ends: where each document ends in `tokens`, `[documents]`.
-        prompts: length of each prompt, `[documents]`.
+        tokens: prompts and answers, one text after the other, `[tokens]`.
+        ends: where each text ends in `tokens`, `[texts]`.
+        prompts: length of each prompt, `[texts]`.
     """
 
     states: Tensor
@@ -71,16 +71,17 @@ class Unit:
     ends: Tensor
     prompts: Tensor
 
-    def documents(self) -> list[tuple[list[int], int]]:
-        """Each document's tokens and the length of its prompt.
+    def texts(self) -> list[tuple[list[int], int]]:
+        """Each text's tokens and the length of its prompt.
 
-        Its positions run from the last token of the prompt to the last but one of the answer.
+        Its positions run from the last token of the prompt to the last but one of the answer; with
+        an empty answer it has none.
         """
-        return documents_of(self.tokens, self.ends, self.prompts)
+        return texts_of(self.tokens, self.ends, self.prompts)
 
 
-def documents_of(tokens: Tensor, ends: Tensor, prompts: Tensor) -> list[tuple[list[int], int]]:
-    """Each document's tokens and the length of its prompt; see `Unit.documents`."""
+def texts_of(tokens: Tensor, ends: Tensor, prompts: Tensor) -> list[tuple[list[int], int]]:
+    """Each text's tokens and the length of its prompt; see `Unit.texts`."""
     ids, stops = tokens.tolist(), ends.tolist()
     return [
         (ids[begin:end], prompt)
@@ -94,11 +95,11 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def check_unit(path: Path, documents: int, plan: CollectPlan, config: Any) -> None:
+def check_unit(path: Path, texts: int, plan: CollectPlan, config: Any) -> None:
     """Raise unless a file holds a unit of a plan; reads all but the states.
 
     Args:
-        documents: that the unit has, at most: one with an empty answer is not in it.
+        texts: that the unit has.
         config: the text config of the model.
     """
     try:
@@ -112,7 +113,7 @@ def check_unit(path: Path, documents: int, plan: CollectPlan, config: Any) -> No
             shape, dtype = states.get_shape(), states.get_dtype()
         if dtype != "BF16" or any(t.dtype != _DTYPES[name] for name, t in found.items()):
             raise ValueError("its tensors have other types")
-        _check_content(found, shape, documents, plan, config)
+        _check_content(found, shape, texts, plan, config)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise DataError(
             f"{path} is not what this calibration wrote ({reason(error)}). Remove it, and run "
@@ -121,17 +122,17 @@ def check_unit(path: Path, documents: int, plan: CollectPlan, config: Any) -> No
 
 
 def _check_content(
-    found: dict[str, Tensor], shape: list[int], documents: int, plan: CollectPlan, config: Any
+    found: dict[str, Tensor], shape: list[int], texts: int, plan: CollectPlan, config: Any
 ) -> None:
     ends, prompts, tokens = found["ends"], found["prompts"], found["tokens"]
     if not ends.ndim == prompts.ndim == tokens.ndim == 1 or len(ends) != len(prompts):
-        raise ValueError("its documents are not lists")
-    if not 0 < len(prompts) <= documents:
-        raise ValueError(f"it has {len(prompts)} documents; 1 to {documents} are allowed")
+        raise ValueError("its texts are not lists")
+    if len(prompts) != texts:
+        raise ValueError(f"it has {len(prompts)} texts, not {texts}")
     lengths = ends.diff(prepend=ends.new_zeros(1))
-    inside = (prompts > 0) & (prompts < lengths) & (lengths <= len(tokens))
+    inside = (prompts >= 0) & (prompts <= lengths) & (lengths <= len(tokens))
     if not inside.all() or int(ends[-1]) != len(tokens):
-        raise ValueError("its documents do not end where it has their ends")
+        raise ValueError("its texts do not end where it has their ends")
     positions = int((lengths - prompts).sum())
     if shape != [len(plan.layers) + 1, positions, config.hidden_size]:
         raise ValueError(f"its states have the shape {shape}")

@@ -73,7 +73,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Calibrate, save, and print the model card."""
-    from tide.calibration.pipeline import calibrate
+    from tide.calibration.pipeline import MAX_PROMPT, calibrate
     from tide.exits.card import model_card
     from tide.models.fingerprint import dtype_name
 
@@ -91,7 +91,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.engine == "vllm":
         from tide.vllm.answers import VllmAnswers
 
-        answers = VllmAnswers(args.model, dtype_name(model), args.seed)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        longest = MAX_PROMPT + args.new_tokens
+        answers = VllmAnswers(
+            args.model, dtype_name(model), longest=min(longest, context or longest), seed=args.seed
+        )
     made = calibrate(
         model, tokenizer, args.output, config, on_policy=not args.off_policy, label=args.label,
         risk=args.risk, batch=args.batch, vocabulary=args.vocabulary, new_tokens=args.new_tokens,

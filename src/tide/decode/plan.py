@@ -12,7 +12,6 @@ from tide.config import TIDEConfig
 from tide.decode.machinery import Machinery, tree_lengths
 from tide.decode.player import Setting
 from tide.decode.replay import speedups
-from tide.exits.heads import read_exit_head
 from tide.exits.recording import Recording
 from tide.models.costs import measure_loop
 
@@ -70,7 +69,7 @@ def make_plan(machinery: Machinery, recording: Recording | None, batch: int) -> 
         return Plan(ways["both"], "nothing is recorded of these exits to compare them by")
     nodes = config.max_tree if runner.takes_trees else 0
     costs = []
-    read, stages = read_exit_head(exits.readout), exits.stages(runner.n_layers)
+    read, stages = exits.gates[0].head_timer(), exits.stages(runner.n_layers)
     with runner.lock:
         for sequences in sorted({1, batch}):
             machinery.compile(sequences)

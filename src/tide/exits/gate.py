@@ -1,16 +1,16 @@
 """The gate of a checkpoint, on the device: which tokens exit there, as what, and how sure.
 
-All of it runs where the states are, so that the host waits once, for one small tensor.
+All of it runs where the states are, so that the host waits once, for one small tensor. On a CPU the
+prefilter decides first, and the rest follows if a token passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.checkpoint import Checkpoint
@@ -113,7 +113,10 @@ class ExitGate(nn.Module):
         return note(predict() if self.wants_ngrams else NGramPrediction())
 
     def forward(self, states: Tensor, notes: Tensor) -> Tensor:
-        """Decide for tokens.
+        """Decide for tokens, as part of a pass.
+
+        Where the gate `screens`, the prefilter decides alone, so that a token that it rejects costs
+        no more. If it lets one pass, `finish` is to follow.
 
         Args:
             states: at the checkpoint, `[..., hidden]`.
@@ -126,34 +129,88 @@ class ExitGate(nn.Module):
         states, notes = states.flatten(0, -2), notes.flatten(0, -2).to(states.device)
         if self.fused is not None and self.fused.usable:
             return self.fused(states, notes).unflatten(0, shape)
-        return self.decide(states, notes).pack().unflatten(0, shape)
+        if self.screens(states):
+            decision = self._screen(self._normed(states), notes)
+        else:
+            decision = self.decide(states, notes)
+        return decision.pack().unflatten(0, shape)
+
+    def screens(self, states: Tensor) -> bool:
+        """Whether a pass ends with the prefilter: on a CPU, where asking it costs no wait."""
+        two_stages = self.thresholds.prefilter is not None and self.readout is not None
+        fused = self.fused is not None and self.fused.usable
+        return two_stages and states.device.type == "cpu" and not fused
+
+    def finish(self, states: Tensor, notes: Tensor, packed: Tensor) -> Tensor:
+        """Read the exit head for the tokens that the prefilter let pass, and decide.
+
+        Args:
+            states, notes: as `forward` took them.
+            packed: what it returned.
+
+        Returns:
+            The same for these tokens too.
+        """
+        passed, finished = packed[..., 0] != 0, packed.clone()
+        some, told, scores = states[passed], notes[passed], packed[passed][:, 2]
+        screened = DecisionBatch(told[:, 0] != 0, told[:, 0], scores)
+        finished[passed] = self._confirm(some, self._normed(some), told, screened).pack()
+        return finished
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
-        """Decide for tokens, `[n, hidden]` and `[n, NOTES]`."""
-        wanted, ngrams = self.thresholds, notes[:, 1:]
-        exits = notes[:, 0] != 0
-        scores = torch.full_like(states[:, 0], torch.nan, dtype=torch.float32)
-        normed: Tensor | None = None
-        if self.readout is not None:
-            normed = self.readout.norm(self.head.transform(states))
-        if self.prefilter is not None and wanted.prefilter is not None and normed is not None:
-            scores = self.prefilter(normed, ngrams).to(scores)
-            exits = exits & (scores >= wanted.prefilter)
-            # Compiled, the head itself is skipped, but not what is around it.
-            if states.device.type == "cpu" and not is_compiling() and not exits.any():
-                return DecisionBatch(exits, torch.zeros_like(notes[:, 0]), scores)
-        routed: Tensor | None = None
+        """The whole decision for tokens, `[n, hidden]` and `[n, NOTES]`."""
+        normed = self._normed(states)
+        decision = self._screen(normed, notes)
+        if self.screens(states) and not decision.exits.any():
+            return decision
+        return self._confirm(states, normed, notes, decision)
+
+    def head_timer(self) -> Callable[[int], Any] | None:
+        """Reads the exit head for some tokens, to be timed; None where all are read anyway."""
+        readout = self.readout
+        if readout is None or readout.device.type != "cpu":
+            return None
+        size = next(readout.norm.parameters()).shape[-1]
+
+        def read(tokens: int) -> Any:
+            normed = self._normed(torch.zeros(tokens, size, dtype=readout.dtype))
+            assert normed is not None
+            return readout.top_of_normed(normed, torch.ones(tokens, dtype=torch.bool))
+
+        return read
+
+    def _normed(self, states: Tensor) -> Tensor | None:
+        """States as candidates and head take them, `[n, hidden]`; None if neither is read."""
+        return None if self.readout is None else self.readout.norm(self.head.transform(states))
+
+    def _screen(self, normed: Tensor | None, notes: Tensor) -> DecisionBatch:
+        """What the prefilter lets pass; without one, all that may exit."""
+        exits, tokens = notes[:, 0] != 0, torch.zeros_like(notes[:, 0])
+        if self.thresholds.prefilter is None or normed is None:
+            unknown = torch.full_like(tokens, torch.nan, dtype=torch.float32)
+            return DecisionBatch(exits, tokens, unknown)
+        assert self.prefilter is not None
+        scores = self.prefilter(normed, notes[:, 1:]).float().to(notes.device)
+        return DecisionBatch(exits & (scores >= self.thresholds.prefilter), tokens, scores)
+
+    def _confirm(
+        self, states: Tensor, normed: Tensor | None, notes: Tensor, screened: DecisionBatch
+    ) -> DecisionBatch:
+        """Decide for tokens that passed, by the router and by the exit head."""
+        wanted, routed = self.thresholds, None
+        exits, tokens, scores = screened
         if self.router is not None:
             routed = self.router.logit(states.to(self.router.up.weight)).float().to(exits.device)
             if wanted.router is not None:
                 scores = routed.sigmoid()
                 exits = exits & (scores >= wanted.router)
         if self.readout is None or normed is None:
-            return DecisionBatch(exits, torch.zeros_like(notes[:, 0]), scores)
+            return DecisionBatch(exits, tokens, scores)
         tokens, tops = self.readout.top_of_normed(normed, exits)
         tokens, tops = tokens.to(exits.device), tops.to(exits.device)  # the head may be elsewhere
         if self.confidence_model is not None and wanted.confidence is not None:
-            features = gather_features(self.confidence_model.features, tops, tokens, routed, ngrams)
+            names, ngrams = self.confidence_model.features, notes[:, 1:]
+            features = gather_features(names, tops, tokens, routed, ngrams)
             confidence = self.confidence_model(features.to(self.confidence_model.mean))
             scores = torch.where(exits, confidence.to(scores), scores)
             exits = exits & (scores >= wanted.confidence)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,19 +139,6 @@ class Readout:
         scattered = logits.new_full((len(logits), self.size), -torch.inf)
         scattered[:, self.vocabulary] = logits
         return scattered
-
-
-def read_exit_head(readout: Readout) -> Callable[[int], Any] | None:
-    """Reads an exit head for some tokens, to be timed; None where it is read for all anyway."""
-    if readout.device.type != "cpu":
-        return None
-    size = next(readout.norm.parameters()).shape[-1]
-
-    def read(tokens: int) -> Any:
-        states = torch.zeros(tokens, size, dtype=readout.dtype)
-        return readout.top_of_normed(states, torch.ones(tokens, dtype=torch.bool))
-
-    return read
 
 
 class TargetHead(nn.Module):

@@ -68,10 +68,10 @@ def top_successors(states: Tensor, wanted: Tensor, head: Head, count: int) -> Te
 
 def _only(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor | None]:
     """The states that are wanted and which they are; None for all, as always beside a CPU."""
-    if states.device.type != "cpu" or wanted.all():
+    if states.device.type != "cpu":
         return states, None
     chosen = wanted.nonzero().squeeze(1)
-    return states[chosen], chosen
+    return (states, None) if len(chosen) == len(states) else (states[chosen], chosen)
 
 
 def score_exits(

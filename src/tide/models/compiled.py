@@ -236,8 +236,8 @@ def _require_result(model: Any, got: Tensor, expected: Tensor, valid: Tensor) ->
 
     Rounding may decide between tokens that are as likely, so a few may differ.
     """
-    if got.is_floating_point():  # a gate's: token ids where tokens exit, else 0
-        got, expected = (packed[..., 0] * packed[..., 1] for packed in (got, expected))
+    if got.is_floating_point():  # a gate's: 0, or where tokens exit, 1 and their ids
+        got, expected = (packed[..., 0] * (1 + packed[..., 1]) for packed in (got, expected))
     elif got.dim() == 3:  # the likeliest token, and then some more
         got, expected = got[..., 0], expected[..., 0]
     differ = int((got != expected).cpu()[valid].sum())

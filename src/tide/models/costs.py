@@ -29,7 +29,7 @@ class _Way:
     Attributes:
         stages: layers `(lo, hi)` and what follows them, if anything; together the whole depth.
         lengths: new tokens of each sequence.
-        reads: for each stage, whether what follows it is to read the tokens.
+        reads: for each stage, whether what follows it is to decide for the tokens.
     """
 
     stages: Sequence[tuple[tuple[int, int], Then | None]]
@@ -97,7 +97,7 @@ def measure_passes(
         stages: layers `(lo, hi)` and what follows them, if anything; together the whole depth.
         sequences: of the batch.
         lengths: new tokens of each sequence.
-        wanted: whether what follows a stage is to read the tokens; for all, or for each.
+        wanted: whether what follows a stage is to decide for the tokens; for all, or for each.
         seconds: after which no more repeats are begun.
     """
     reads = [wanted] * len(stages) if isinstance(wanted, bool) else wanted
@@ -146,6 +146,7 @@ class LoopCosts:
         )
 
 
+@torch.no_grad()
 def measure_loop(
     runner: DepthRunner,
     stages: Sequence[tuple[tuple[int, int], Then | None]],

@@ -24,10 +24,11 @@ class VllmAnswers:
     Args:
         model: a hub id or a folder.
         dtype: the one in which states are collected.
+        longest: most tokens of a prompt and its answer; vLLM keeps memory for one such.
         seed: of the sampling.
     """
 
-    def __init__(self, model: str, dtype: str, seed: int = 0) -> None:
+    def __init__(self, model: str, dtype: str, *, longest: int, seed: int = 0) -> None:
         require_version()
         if process()[1] > 1:
             raise ConfigError(
@@ -39,11 +40,14 @@ class VllmAnswers:
 
         # On a CPU, compiling takes longer than it saves here.
         eager = not torch.accelerator.is_available()
-        options: dict[str, Any] = {"dtype": dtype, "seed": seed, "enforce_eager": eager}
-        # Both engines load the model, so each gets less than half of the memory.
+        options: dict[str, Any] = {
+            "dtype": dtype, "seed": seed, "enforce_eager": eager, "max_model_len": longest,
+            # Both engines load the model, so each gets less than half of the memory.
+            "gpu_memory_utilization": 0.45,
+        }  # fmt: skip
         set_threads = torch.set_num_threads  # vLLM's worker for CPUs disables it in its process
         try:
-            self._llm = LLM(model, gpu_memory_utilization=0.45, **options)
+            self._llm = LLM(model, **options)
         finally:
             torch.set_num_threads = set_threads
 
