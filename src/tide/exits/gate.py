@@ -136,7 +136,7 @@ class ExitGate(nn.Module):
         return decision.pack().unflatten(0, shape)
 
     def screens(self, states: Tensor) -> bool:
-        """Whether a pass ends with the prefilter: on a CPU, where asking it costs no wait."""
+        """Whether a pass ends with the prefilter: on a CPU, where its answer costs no wait."""
         two_stages = self.thresholds.prefilter is not None and self.readout is not None
         fused = self.fused is not None and self.fused.usable
         return two_stages and states.device.type == "cpu" and not fused
