@@ -117,11 +117,7 @@ def one_pass(model: Any, layers: int, gate: Then, compiled: bool) -> Callable[[]
 
     def run() -> Any:
         cache.rollback([CONTEXT])
-        states, packed = runner.run_then(gate, token, (0, layers), cache=cache)
-        decision = packed.tolist()
-        if decision[0][0][0] and isinstance(gate, ExitGate) and gate.screens(states):
-            decision = gate.finish(states, torch.from_numpy(notes), packed).tolist()
-        return decision
+        return runner.run_then(gate, token, (0, layers), cache=cache)[1].tolist()
 
     return run
 

@@ -29,7 +29,7 @@ PARTS = {
     "all": [(DecodeLoop, "step")],
     "layers": [(SegmentRunner, "_forward")],
     "head": [(TargetHead, "forward"), (SuccessorHead, "forward")],
-    "gates": [(ExitGate, "forward"), (ExitGate, "finish")],
+    "gates": [(ExitGate, "forward")],
 }
 
 

@@ -116,7 +116,18 @@ def _minutes(*, collecting: bool) -> str:
     return f"{seconds / 60:.0f} minutes"
 
 
+def _coder(method: str) -> dict[str, Any]:
+    return _method(read("modes_qwen2_5_coder_0_5b_batch_1")["results"], f"{method}, compiled")
+
+
 FIGURES: dict[str, Callable[[], str]] = {
+    "coder_auto": lambda: times(_coder("auto")["speedup"]),
+    "coder_lossless": lambda: times(_coder("lossless")["speedup"]),
+    "coder_exits": lambda: times(_coder("exit without drafts")["speedup"]),
+    "coder_differ": lambda: percent(_coder("auto")["disagreement"]),
+    "coder_gain": lambda: times(
+        _coder("lossless")["ms_per_token"] / _coder("auto")["ms_per_token"]
+    ),
     "compiled_cold": lambda: str(
         _method(read("compiled_cold")["results"]["methods"], "off, compiled")["first_call_seconds"]
     ),

@@ -13,6 +13,10 @@ from results import percent, read, table, times
 OTHERS = ("HF eager", "HF generate", "HF compiled", "prompt lookup", "vLLM", "ngram", "suffix")
 
 
+CODER = "modes_qwen2_5_coder_0_5b_batch_1"
+COMPILED = "HF generate, compiled"
+
+
 class Headline(NamedTuple):
     """One comparison.
 
@@ -79,6 +83,20 @@ def _exits(method: str, name: str) -> Headline:
     )  # fmt: skip
 
 
+def _modes(method: str, name: str) -> Headline:
+    """Of the modes of a model of code, on held-out prompts about code."""
+    found = read(CODER)
+    ours = next(m for m in found["results"] if m["method"] == method)
+    spread, differ = ours["per_prompt_speedup"], percent(ours["disagreement"])
+    return Headline(
+        "HF", found["conditions"]["model"], found["conditions"]["dtype"], 1, name,
+        "HF compiled" if ours["baseline"] == COMPILED else ours["baseline"], ours["speedup"],
+        spread["p20"], spread["p80"],
+        f"{differ} of tokens differ, not certified" if ours["mode"] == "exit" else "lossless",
+        CODER,
+    )  # fmt: skip
+
+
 def _vllm(batch: int, method: str, name: str) -> Headline:
     found = read("vllm_drafts")
     methods = next(r["methods"] for r in found["results"] if r["batch"] == batch)
@@ -99,14 +117,12 @@ def headlines() -> list[Headline]:
     other_answers = "drafts, cross-request"
     return [
         _compiled("trees_speed", "bfloat16", 1, trees, trees),
-        _compiled("compiled", "float32", 1, chains, "lossless, chains, compiled"),
         _compiled("compiled", "bfloat16", 4, chains, "lossless, chains, compiled"),
-        _compiled(
-            "compiled_qwen2_5_coder_0_5b", "bfloat16", 1, chains, "lossless, chains, compiled"
-        ),
+        _modes("lossless, compiled", "lossless, trees, compiled"),
+        _modes("auto, compiled", "exits and drafts, compiled"),
         _exits("exit, risk 0.05", "exits, risk 0.05"),
         *(_vllm(batch, "drafts", "drafts") for batch in (1, 8)),
-        *(_vllm(batch, other_answers, "drafts, cross-request") for batch in (1, 8, 32)),
+        *(_vllm(batch, other_answers, "drafts, cross-request") for batch in (1, 8)),
     ]
 
 
@@ -132,6 +148,7 @@ def _range(of: Headline) -> str:
 def _conditions() -> str:
     """What all runs share; a run that does not share it is an error."""
     sources = {h.source: read(h.source)["conditions"] for h in headlines()}
+    coder = sources.pop(CODER)
     shared: dict[str, Any] = {}
     for name in ("device", "threads", "torch", "transformers", "tide"):
         values = {str(of[name]) for of in sources.values()}
@@ -146,5 +163,6 @@ def _conditions() -> str:
     return (
         f"{processor}, {shared['threads']} threads, shared with others; torch {shared['torch']}, "
         f"transformers {shared['transformers']}, vLLM {sources['vllm_drafts']['vllm']}, "
-        f"TIDE {shared['tide']}; greedy, Spec-Bench prompts."
+        f"TIDE {shared['tide']}; greedy, Spec-Bench prompts. Qwen2.5-Coder: "
+        f"{coder['processor']}, {coder['prompts']} unseen prompts about code."
     )

@@ -89,6 +89,9 @@ def _modes(methods: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 def _shown(method: str) -> str | None:
     """How a method is called in the table; None if it is not there."""
+    if (uncompiled := method.removesuffix(", compiled")) != method:
+        shown = _shown(uncompiled)
+        return None if shown is None else f"{shown}, compiled"
     mode, _, risk = method.partition(", risk ")
     names = {
         "lossless": "lossless", "exit without drafts": "exits alone",

@@ -92,11 +92,9 @@ step depth_gemma3_270m depth gemma3_270m prompts 700 128
 step depth_qwen2_5_coder_0_5b depth qwen2_5_coder_0_5b code 360 256
 step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 360 256
 gate_costs() {
-  python bench/gate_costs.py "$(weights "$1")" --out "$R/gate_costs_$1.json"
+  python bench/gate_costs.py "$(weights "$1")" --repeats 200 --out "$R/gate_costs_$1.json"
 }
 step gate_costs_smollm2 gate_costs smollm2
-step gate_costs_gemma3_270m gate_costs gemma3_270m
-step gate_costs_qwen2_5_coder_0_5b gate_costs qwen2_5_coder_0_5b
 step gate_costs_qwen2_5_coder_1_5b gate_costs qwen2_5_coder_1_5b
 step certificates_smollm2 python bench/certificates.py "$MODEL" "$WORK/depth_smollm2" \
   --dtype float32 --certify gsm8k --serve spec_bench --sequences 400 --same 200 --fresh 64 --new 48 \
@@ -105,7 +103,7 @@ step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --risk 0.02
 step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 24 --risk 0.02
 step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13
 step modes_gemma3_270m_batch_4 modes_of gemma3_270m "$SPEC" 4 24
-step modes_qwen2_5_coder_0_5b_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13
+step modes_qwen2_5_coder_0_5b_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13 --compile
 step modes_qwen2_5_coder_0_5b_batch_4 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 4 24
 step modes_qwen2_5_coder_1_5b_batch_1 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 1 13
 step modes_qwen2_5_coder_1_5b_batch_4 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 4 24

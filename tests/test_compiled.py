@@ -188,30 +188,7 @@ def test_graphs_decide_as_the_model_does(mode: str, sequences: int) -> None:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize(("sequences", "sample"), [(1, False), (4, True)])
-def test_a_prefilter_in_a_pass_changes_nothing(
-    sequences: int, sample: bool, monkeypatch: Any
-) -> None:
-    """As on a GPU, where a pass holds the whole gate."""
-    kwargs = {**prompts(sequences), "max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
-    found = []
-    for screens, compile in ((True, False), (False, False), (False, True)):
-        with monkeypatch.context() as patch:
-            if not screens:
-                patch.setattr(ExitGate, "screens", lambda gate, states: False)
-            config = TIDEConfig(min_layers=0, exit_threshold=None)
-            tide = TIDE(tiny_model("llama"), gated(), config, allow_mismatch=True, check=False,
-                        compile=compile)  # fmt: skip
-            tide.drafter.fixed = True
-            torch.manual_seed(0)
-            tokens = tide.generate(**kwargs, do_sample=sample)
-            found.append((tokens.tolist(), tide.last_stats.exits_per_layer))
-            assert tide.last_stats.exited_tokens > 0
-    assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.usefixtures("traced")
-def test_a_prefilter_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: Any) -> None:
+def test_a_gate_that_decides_otherwise_when_compiled_is_not_used(monkeypatch: Any) -> None:
     def wrong(self: ExitGate, states: Tensor, notes: Tensor) -> Tensor:
         packed = forward(self, states, notes)
         return 1 - packed if torch.compiler.is_compiling() else packed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,45 +206,11 @@ def test_a_prefilter_rejects_tokens_by_their_candidates_before_the_head_is_read(
     top = readout(states).softmax(-1).amax(-1)
     assert decision.exits.nonzero().squeeze(1).tolist() == [i for i in passed if top[i] >= 0.4]
     readout.read = []
-    several, told = states.view(4, 5, 8), notes.view(4, 5, -1)
     never = Thresholds(prefilter=1.1)
     none = ExitGate(ExitHead("identity", 8), readout, never, prefilter=prefilter)
     assert not none.decide(states, notes).exits.any() and not readout.read
-    assert none.screens(several) and not none(several, told)[..., 0].any() and not readout.read
     with pytest.raises(ValueError, match="prefilter threshold but no prefilter"):
         ExitGate(ExitHead("identity", 8), readout, wanted)
-
-
-@torch.no_grad()
-def test_a_pass_asks_the_prefilter_and_the_head_is_read_after_it() -> None:
-    torch.manual_seed(0)
-    readout, states = CountingReadout(8, 12), torch.randn(4, 5, 8)
-    prefilter = Prefilter(
-        ConfidenceModel(("candidates",)), CandidateReadout(readout, torch.tensor([3, 8]))
-    )
-    notes = torch.tensor([[note(NGramPrediction(5, 3, 7, 0.5))] * 5] * 4)
-    notes[1, 2] = 0  # may not exit
-    flat, told = states.flatten(0, 1), notes.flatten(0, 1)
-    router, model = TokenRouter(8, 4), ConfidenceModel()
-    for of in (prefilter.model, model):
-        torch.nn.init.normal_(of.up.weight, std=3.0)
-    chances, routed = prefilter(readout.norm(flat), told[:, 1:]), router(flat)
-    wanted = Thresholds(
-        prefilter=float(chances.quantile(0.2)), router=float(routed.quantile(0.3)), confidence=0.0
-    )
-    gate = ExitGate(ExitHead("affine", 8), readout, wanted, router, model, prefilter)
-    sure = gate.decide(flat, told)
-    gate.thresholds = replace(wanted, confidence=float(sure.scores[sure.exits].median()))
-    expected = gate.decide(flat, told)
-    readout.read = []
-    screened = gate(states, notes)
-    passed = (chances >= wanted.prefilter) & (told[:, 0] != 0)
-    assert torch.equal(screened[..., 0].flatten() != 0, passed) and not readout.read
-    finished = gate.finish(states, notes, screened).view(20, 3)
-    exits = expected.exits
-    assert len(readout.read) == int((passed & (routed >= wanted.router)).sum()) < passed.sum()
-    assert torch.equal(finished[:, 0] != 0, exits) and 0 < exits.sum() < len(readout.read)
-    assert torch.equal(finished[exits], expected.pack()[exits])
 
 
 class CountingReadout(Readout):

@@ -87,11 +87,8 @@ class ExitStage:
             return
         states, packed = run_pass(self.runner, batch, work, gate, notes)
         decisions = to_host(packed)
-        exited = [at for at in some if decisions[at[0]][at[1]][0]]
-        if exited and gate.screens(states):
-            decisions = to_host(gate.finish(states, torch.from_numpy(notes), packed))
-            exited = [at for at in exited if decisions[at[0]][at[1]][0]]
         layer = self.exits.checkpoints[number].layer
+        exited = [at for at in some if decisions[at[0]][at[1]][0]]
         tokens = [int(decisions[i][k][1]) for i, k, _ in exited]
         if exited and not self.sampler.greedy:
             head = self.exits.checkpoints[number].head

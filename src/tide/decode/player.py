@@ -55,9 +55,6 @@ class _RecordedGate:
     def note(self, predict: Callable[[], Any]) -> tuple[int, ...]:
         return 1, 0, 0, 0, 0
 
-    def screens(self, states: Tensor) -> bool:
-        return False
-
 
 class _Cache:
     """Stands for the KV cache, of which nothing is needed."""

@@ -1,7 +1,6 @@
 """The gate of a checkpoint, on the device: which tokens exit there, as what, and how sure.
 
-All of it runs where the states are, so that the host waits once, for one small tensor. On a CPU the
-prefilter decides first, and the rest follows if a token passes.
+All of it runs where the states are, so that the host waits once, for one small tensor.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, cond, nn
+from torch.compiler import is_compiling
 
 from tide.exits.candidates import CandidateReadout, Prefilter
 from tide.exits.checkpoint import Checkpoint
@@ -113,10 +113,7 @@ class ExitGate(nn.Module):
         return note(predict() if self.wants_ngrams else NGramPrediction())
 
     def forward(self, states: Tensor, notes: Tensor) -> Tensor:
-        """Decide for tokens, as part of a pass.
-
-        Where the gate `screens`, the prefilter decides alone, so that a token that it rejects costs
-        no more. If it lets one pass, `finish` is to follow.
+        """Decide for tokens.
 
         Args:
             states: at the checkpoint, `[..., hidden]`.
@@ -129,41 +126,19 @@ class ExitGate(nn.Module):
         states, notes = states.flatten(0, -2), notes.flatten(0, -2).to(states.device)
         if self.fused is not None and self.fused.usable:
             return self.fused(states, notes).unflatten(0, shape)
-        if self.screens(states):
-            decision = self._screen(self._normed(states), notes)
-        else:
-            decision = self.decide(states, notes)
-        return decision.pack().unflatten(0, shape)
-
-    def screens(self, states: Tensor) -> bool:
-        """Whether a pass ends with the prefilter: on a CPU, where its answer costs no wait."""
-        two_stages = self.thresholds.prefilter is not None and self.readout is not None
-        fused = self.fused is not None and self.fused.usable
-        return two_stages and states.device.type == "cpu" and not fused
-
-    def finish(self, states: Tensor, notes: Tensor, packed: Tensor) -> Tensor:
-        """Read the exit head for the tokens that the prefilter let pass, and decide.
-
-        Args:
-            states, notes: as `forward` took them.
-            packed: what it returned.
-
-        Returns:
-            The same for these tokens too.
-        """
-        passed, finished = packed[..., 0] != 0, packed.clone()
-        some, told, scores = states[passed], notes[passed], packed[passed][:, 2]
-        screened = DecisionBatch(told[:, 0] != 0, told[:, 0], scores)
-        finished[passed] = self._confirm(some, self._normed(some), told, screened).pack()
-        return finished
+        return self.decide(states, notes).pack().unflatten(0, shape)
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:
-        """The whole decision for tokens, `[n, hidden]` and `[n, NOTES]`."""
+        """Decide for tokens, `[n, hidden]` and `[n, NOTES]`."""
         normed = self._normed(states)
-        decision = self._screen(normed, notes)
-        if self.screens(states) and not decision.exits.any():
-            return decision
-        return self._confirm(states, normed, notes, decision)
+        screened = self._screen(normed, notes)
+        # On a CPU, a token that the prefilter rejects costs no more.
+        if normed is None or self.thresholds.prefilter is None or states.device.type != "cpu":
+            return self._confirm(states, normed, notes, screened)
+        if is_compiling():
+            given = states, normed, notes, *screened
+            return DecisionBatch(*cond(screened.exits.any(), self._confirmed, _rejected, given))
+        return self._confirm(states, normed, notes, screened) if screened.exits.any() else screened
 
     def head_timer(self) -> Callable[[int], Any] | None:
         """Reads the exit head for some tokens, to be timed; None where all are read anyway."""
@@ -217,6 +192,20 @@ class ExitGate(nn.Module):
         if wanted.top_probability is not None:
             exits = exits & (tops[:, 0].exp() >= wanted.top_probability)
         return DecisionBatch(exits, tokens, scores)
+
+    def _confirmed(
+        self, states: Tensor, normed: Tensor, notes: Tensor, *screened: Tensor
+    ) -> tuple[Tensor, ...]:
+        """`_confirm` as a branch of a graph: tensors alone, and no result is an argument."""
+        decision = self._confirm(states, normed, notes, DecisionBatch(*screened))
+        return tuple(t.clone() for t in decision)
+
+
+def _rejected(
+    states: Tensor, normed: Tensor, notes: Tensor, *screened: Tensor
+) -> tuple[Tensor, ...]:
+    """The other branch, where no token has passed."""
+    return tuple(t.clone() for t in screened)
 
 
 class OpenGate(ExitGate):

@@ -139,14 +139,10 @@ class Gates:
         for request in candidates:
             at = TokenPosition(request, lengths[request])
             may = self.script is None or self.script.script(at, number)
-            predict = partial(self._predict, requests, request)
-            notes.append(gate.note(predict) if may else (0,) * NOTES)
-        told = torch.tensor(notes, device=states.device)
-        packed = gate(states, told)
-        exits = packed[:, 0].tolist()
-        if any(exits) and gate.screens(states):
-            exits = gate.finish(states, told, packed)[:, 0].tolist()
-        return [i for i, exited in enumerate(exits) if exited]
+            told = partial(self._predict, requests, request)
+            notes.append(gate.note(told) if may else (0,) * NOTES)
+        decision = gate(states, torch.tensor(notes, device=states.device))
+        return [i for i, exits in enumerate(decision[:, 0].tolist()) if exits]
 
     def _predict(self, requests: Requests, request: int) -> NGramPrediction:
         return self.history.predict(requests, request) if self.history else NGramPrediction()
