@@ -177,7 +177,7 @@ def sizes() -> str:
     found = models.measured("depth_{}")
     left, right, top, bottom = 44, WIDTH - 16, 62, 262
     shares = {
-        risk: [models.chosen(of, risk)["depth_saved"] for of in found.values()]
+        risk: [max(at["depth_saved"] for at in of["exits"][risk]) for of in found.values()]
         for risk in models.RISKS
     }
     most = max(0.2, *(share for of in shares.values() for share in of))

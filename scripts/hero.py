@@ -3,10 +3,9 @@
     python scripts/hero.py MODEL DIR     # let the model answer with the exits of DIR, then draw
     python scripts/hero.py               # draw what was recorded
 
-`scripts/reproduce.sh hero` calibrates the exits, on the prompts of `hero_prompts.jsonl`, which are
-of the same form as the one that is answered, and then calls this. The answer is recorded in
-bench/results/hero.json. Exits without drafts, so that one token is one step, and the depths alone
-tell when a waiting token ran the layers above its exit.
+`scripts/reproduce.sh depth_qwen2_5_coder_0_5b hero` calibrates the exits of a model of code, and
+then calls this. The answer is recorded in bench/results/hero.json. Exits without drafts, so that
+one token is one step, and the depths alone tell when a waiting token ran the layers above its exit.
 """
 
 from __future__ import annotations

@@ -120,19 +120,23 @@ step self_drafts self_drafts
 step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
 
 # Speed in transformers.
-hero() {
-  tide calibrate "$MODEL" -o "$WORK/hero" --data scripts/hero_prompts.jsonl --dtype float32 \
-    --threads 1 --interval 8 --samples 60 --new-tokens 56
-  python scripts/hero.py "$MODEL" "$WORK/hero"
+step hero python scripts/hero.py "$(weights qwen2_5_coder_0_5b)" "$WORK/depth_qwen2_5_coder_0_5b"
+# A small artifact for the runs that need one.
+small() {
+  [ -d "$WORK/small" ] || tide calibrate "$MODEL" -o "$WORK/small" --data scripts/small_prompts.jsonl \
+    --dtype float32 --threads 1 --interval 8 --samples 60 --new-tokens 56
 }
-step hero hero
 # trees MODEL NAME OPTIONS...: by the names of the model and of the result.
 trees() {
   python bench/trees.py "$(weights "$1")" --sizes 32 --threads 1 --work "$WORK/$2.jsonl" \
     --out "$R/$2.json" "${@:3}"
 }
-step trees trees smollm2 trees --artifact "$WORK/hero" \
-  --only "prompt lookup" chain "tree, 32 nodes" "tree, 32 nodes + table"
+with_table() {
+  small
+  trees smollm2 trees --artifact "$WORK/small" \
+    --only "prompt lookup" chain "tree, 32 nodes" "tree, 32 nodes + table"
+}
+step trees with_table
 step trees_one_branch trees smollm2 trees_one_branch --prompts 38 --only chain "one branch, 10 nodes"
 step trees_qwen2_5_coder_0_5b trees qwen2_5_coder_0_5b trees_qwen2_5_coder_0_5b \
   --only "prompt lookup" chain "tree, 32 nodes"
@@ -162,8 +166,11 @@ step decode_limit_random_bf16 python bench/decode_limit.py random-llama-2048x16 
   --batch 1 --new 16 --repeats 6 --out $R/decode_limit_random_bf16.json
 step runner_overhead python bench/runner_overhead.py "$MODEL" --out $R/runner_overhead.json
 step quickstart python scripts/quickstart_times.py "$MODEL"
-step step_costs python bench/step_costs.py "$MODEL" --artifact "$WORK/hero" --new 48 \
-  --out $R/step_costs.json
+step_costs() {
+  small
+  python bench/step_costs.py "$MODEL" --artifact "$WORK/small" --new 48 --out $R/step_costs.json
+}
+step step_costs step_costs
 
 # vLLM; suffix decoding is `pip install --no-deps arctic-inference==0.3.0`.
 step vllm_drafts python bench/vllm_speed.py "$MODEL" --what drafts --rounds 12 6 2 \
