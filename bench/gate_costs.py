@@ -18,10 +18,8 @@ from measure import interleave, parser, report
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tide.calibration.costs import CANDIDATES
+from tide.calibration.costs import CANDIDATES, rejecting_gate
 from tide.config import TIDEConfig
-from tide.exits.candidates import CandidateReadout, Prefilter
-from tide.exits.confidence import ConfidenceModel
 from tide.exits.gate import ExitGate, note
 from tide.exits.heads import ExitHead, Readout, TargetHead
 from tide.exits.ngrams import NGramPrediction
@@ -83,17 +81,12 @@ def measure(model: Any, compiled: bool, vocabulary: int, repeats: int) -> dict[s
 def make_gate(runner: DepthRunner, vocabulary: int, passes: bool) -> ExitGate:
     """A gate that rejects every token by its candidates, or lets it exit after reading the head."""
     parts, config = runner.parts, runner.config
-    size, dtype = config.hidden_size, next(parts.norm.parameters()).dtype
     readout = Readout(parts.norm, parts.head, config, torch.arange(vocabulary))
-    candidates = CandidateReadout(readout, torch.arange(CANDIDATES))
-    made = ExitGate(
-        ExitHead("affine", size).to(dtype=dtype),
-        readout,
-        Thresholds(confidence=0.0, prefilter=-1.0 if passes else 2.0),
-        TokenRouter(size, TIDEConfig().router_bottleneck_dim),
-        ConfidenceModel(),
-        Prefilter(ConfidenceModel(("candidates",)), candidates),
-    )
+    head = ExitHead("affine", config.hidden_size).to(dtype=readout.dtype)
+    router = TokenRouter(config.hidden_size, TIDEConfig().router_bottleneck_dim)
+    made = rejecting_gate(readout, head, router)
+    if passes:
+        made.thresholds = Thresholds(confidence=0.0, prefilter=-1.0)
     return made.requires_grad_(False)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import reference
+from headline_tables import CODER
 from results import percent, read, times
 
 
@@ -36,8 +37,8 @@ def _span(values: list[float], form: str = "{:.2f}") -> str:
     return f"{form.format(min(values))} to {form.format(max(values))}"
 
 
-def _in_layers(part: str) -> str:
-    costs = read("calibration_smollm2")["costs"]
+def _in_layers(part: str, source: str = "calibration_smollm2") -> str:
+    costs = read(source)["costs"]
     return f"{costs[part] / costs['layer']:.2g}"
 
 
@@ -117,13 +118,14 @@ def _minutes(*, collecting: bool) -> str:
 
 
 def _coder(method: str) -> dict[str, Any]:
-    return _method(read("modes_qwen2_5_coder_0_5b_batch_1")["results"], f"{method}, compiled")
+    return _method(read(CODER)["results"], f"{method}, compiled")
 
 
 FIGURES: dict[str, Callable[[], str]] = {
     "coder_auto": lambda: times(_coder("auto")["speedup"]),
     "coder_lossless": lambda: times(_coder("lossless")["speedup"]),
     "coder_exits": lambda: times(_coder("exit without drafts")["speedup"]),
+    "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b"),
     "coder_differ": lambda: percent(_coder("auto")["disagreement"]),
     "coder_gain": lambda: times(
         _coder("lossless")["ms_per_token"] / _coder("auto")["ms_per_token"]

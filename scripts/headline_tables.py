@@ -11,8 +11,6 @@ from results import percent, read, table, times
 
 # Methods of the result files that are not ours.
 OTHERS = ("HF eager", "HF generate", "HF compiled", "prompt lookup", "vLLM", "ngram", "suffix")
-
-
 CODER = "modes_qwen2_5_coder_0_5b_batch_1"
 COMPILED = "HF generate, compiled"
 
@@ -148,14 +146,13 @@ def _range(of: Headline) -> str:
 def _conditions() -> str:
     """What all runs share; a run that does not share it is an error."""
     sources = {h.source: read(h.source)["conditions"] for h in headlines()}
-    coder = sources.pop(CODER)
     shared: dict[str, Any] = {}
     for name in ("device", "threads", "torch", "transformers", "tide"):
         values = {str(of[name]) for of in sources.values()}
         if len(values) > 1:
             raise SystemExit(f"The runs of the README's table differ in {name}: {values}.")
         shared[name] = values.pop()
-    processor = sources["trees_speed"]["processor"]
+    coder, processor = sources.pop(CODER), sources["trees_speed"]["processor"]
     if any(of.get("processor", processor) != processor for of in sources.values()):
         raise SystemExit("The runs of the README's table had different processors.")
     if "processor" not in sources["bench_smollm2"]:

@@ -42,7 +42,7 @@ def depth() -> str:
     rows, found = [], measured("depth_{}")
     for model, of in found.items():
         n_layers, costs, heads = MODELS[model][1], of["costs"], of["heads"]
-        exits = [chosen(of, risk) for risk in RISKS]
+        exits = [_chosen(of, risk) for risk in RISKS]
         yes = costs["prefilter"] + costs["exit_head"]
         rows.append(
             (name(of), n_layers, f"{sum(of['tokens'].values()):,}",
@@ -108,7 +108,7 @@ def _agreement(heads: dict[str, Any], after: float) -> float:
     return min(pairs, key=lambda pair: abs(pair[0] + 1 - after))[1]
 
 
-def chosen(of: dict[str, Any], risk: str) -> dict[str, Any]:
+def _chosen(of: dict[str, Any], risk: str) -> dict[str, Any]:
     """The exits that were taken for a risk."""
     return next(choice for choice in of["exits"][risk] if choice["best"])
 

@@ -91,7 +91,7 @@ def load_or_measure(
     router = TokenRouter(text.hidden_size, config.router_bottleneck_dim)
     found = measure_costs(runner, readout, head, router)
     loops = measure_loops(
-        runner, readout, _rejecting_gate(readout, head, router), batch, config.max_tree
+        runner, readout, rejecting_gate(readout, head, router), batch, config.max_tree
     )
     note = json.dumps(
         {
@@ -150,7 +150,7 @@ def measure_costs(
     head, router = head.to(exit_readout.device, exit_readout.dtype), router.to(exit_readout.device)
     gate = ExitGate(head, exit_readout, Thresholds(confidence=0.5), None, ConfidenceModel())
     gate, notes = gate.to(exit_readout.device), torch.tensor([note(NGramPrediction())])
-    rejecting = _rejecting_gate(exit_readout, head, router)
+    rejecting = rejecting_gate(exit_readout, head, router)
     for timed in (gate, rejecting):
         timed.fuse()
     state = torch.zeros(1, runner.config.hidden_size).to(exit_readout.device, exit_readout.dtype)
@@ -172,7 +172,7 @@ def measure_costs(
     return Costs(layer=layer, start=max(shorter - few * layer, 0.0), **median)
 
 
-def _rejecting_gate(readout: Readout, head: ExitHead, router: TokenRouter) -> ExitGate:
+def rejecting_gate(readout: Readout, head: ExitHead, router: TokenRouter) -> ExitGate:
     """A gate whose first stage lets no token pass."""
     if readout.linear_head()[0] is None:
         return ExitGate(head, readout, Thresholds(router=2.0), router)
