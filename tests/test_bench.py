@@ -58,6 +58,24 @@ def test_only_the_tokens_of_answers_count() -> None:
     assert compare({"a": run}, [batch], quiet=True)[0]["tokens"] == 8
 
 
+def test_decoding_starts_with_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("tide.bench.compare.time.perf_counter", lambda: now[0])
+
+    def run(given: Any) -> torch.Tensor:
+        now[0] += 10.0  # the prompt
+        ids = given["input_ids"]
+        for _ in range(4):
+            ids = torch.cat([ids, torch.ones(1, 1).long()], dim=1)
+            now[0] += 1.0 if ids.shape[1] > 4 else 0.0
+            criteria = given.get("stopping_criteria")  # not in the warm-up
+            assert criteria is None or not criteria(ids, None).any()
+        return ids
+
+    (found,) = compare({"a": run}, [{"input_ids": torch.ones(1, 3).long()}], quiet=True)
+    assert found["ms_per_token"] == 1e3 * 13 / 4 and found["decoding_ms_per_token"] == 1e3
+
+
 def test_a_baseline_that_does_not_run_is_dropped() -> None:
     def fails(prompt: Any) -> torch.Tensor:
         raise RuntimeError("no compiler found\nmore")
@@ -78,7 +96,8 @@ def test_engines_count_what_they_run() -> None:
     engine = serve(tiny_model("llama"), artifact(WrongHead), config=CONFIG, policy=ALWAYS)
     ours = EngineMethods({"exit": engine}, {"max_new_tokens": 8, "do_sample": False})
     prompts = [{"input_ids": torch.tensor([[5, 6, 7, 8 + i]])} for i in range(2)]
-    compare(ours.methods, prompts, ours.add, quiet=True)
+    (timed,) = compare(ours.methods, prompts, ours.add, quiet=True)
+    assert 0 < timed["decoding_ms_per_token"] * 14 < timed["ms_per_token"] * 16
     found = ours.counted("exit", ["x", "y"])
     assert found["ideal_speedup"] == pytest.approx(found["layers_full"] / found["layers_run"], 1e-3)
     assert found["exit_rate"] * 16 == pytest.approx(sum(found["exits_per_layer"].values()), 1e-3)

@@ -7,21 +7,51 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from tide.calibration.answers import until_end
 from tide.engine import TIDE
 from tide.progress import bars
 from tide.stats import ExitStats
 
-# From an encoded prompt to the generated ids, prompt included.
-Method = Callable[[Mapping[str, Tensor]], Tensor]
+# From an encoded prompt, and other arguments of `generate`, to the generated ids, prompt included.
+Method = Callable[[Mapping[str, Any]], Tensor]
 
 BASELINE = "HF generate"
 COMPILED = "HF generate, compiled"
 WARM_UP = "Write a short story about the sea."
+
+
+class _Run(NamedTuple):
+    """A prompt, or a batch of them, through a method.
+
+    Attributes:
+        seconds: that it took.
+        decoding: of these, after the first token.
+        tokens: of all answers.
+        answers: how many.
+    """
+
+    seconds: float
+    decoding: float
+    tokens: int
+    answers: int
+
+
+class _FirstToken(StoppingCriteria):
+    """Stops nothing, and notes when the first token was there: all after it is decoding."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        if self.at is None:
+            self.at = time.perf_counter()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class EngineMethods:
@@ -107,27 +137,36 @@ def compare(
         quiet: show no progress.
 
     Returns:
-        For each method, milliseconds per token, the baseline, and the speed-up over it.
+        For each method, milliseconds per token, with prompts and of decoding alone, the baseline,
+        and the speed-up over it, with prompts.
     """
     first = prompts[0] if warm_up is None else warm_up
     order = [name for name in methods if _runs(name, methods[name], first, baselines[1:])]
     baselines = [name for name in baselines if name in order]
-    seconds: dict[str, list[float]] = {name: [] for name in order}
-    tokens: dict[str, list[int]] = {name: [] for name in order}
+    runs: dict[str, list[_Run]] = {name: [] for name in order}
     with bars(quiet) as bar:
         tick = bar("Prompts")
         for turn, prompt in enumerate(prompts):
-            given = prompt["input_ids"].shape[1]
             out: dict[str, Tensor] = {}
             for name in order[turn % len(order) :] + order[: turn % len(order)]:
-                began = time.perf_counter()
-                out[name] = methods[name](prompt)
-                seconds[name].append(time.perf_counter() - began)
-                new = out[name][:, given:].tolist()
-                tokens[name].append(sum(len(until_end(answer, ends)) for answer in new))
+                out[name], run = _timed(methods[name], prompt, ends)
+                runs[name].append(run)
             after(out)
             tick(turn + 1, len(prompts))
-    return _results(seconds, tokens, categories, list(baselines) or order[:1])
+    return _results(runs, categories, list(baselines) or order[:1])
+
+
+def _timed(
+    method: Method, prompt: Mapping[str, Tensor], ends: Collection[int]
+) -> tuple[Tensor, _Run]:
+    """What a method makes of a prompt, and how long it took."""
+    first = _FirstToken()
+    began = time.perf_counter()
+    out = method({**prompt, "stopping_criteria": StoppingCriteriaList([first])})
+    ended = time.perf_counter()
+    new = out[:, prompt["input_ids"].shape[1] :].tolist()
+    tokens = sum(len(until_end(answer, ends)) for answer in new)
+    return out, _Run(ended - began, ended - (first.at or ended), tokens, len(new))
 
 
 def _runs(name: str, method: Method, prompt: Any, optional: Sequence[str]) -> bool:
@@ -147,29 +186,28 @@ def _runs(name: str, method: Method, prompt: Any, optional: Sequence[str]) -> bo
 
 
 def _results(
-    seconds: Mapping[str, Sequence[float]],
-    tokens: Mapping[str, Sequence[int]],
-    categories: Sequence[str],
-    baselines: Sequence[str],
+    runs: Mapping[str, Sequence[_Run]], categories: Sequence[str], baselines: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Speeds of all methods, given what each took for every prompt."""
     # Outputs may differ in length, so speed is per token.
-    rates = {
-        name: [t / s for t, s in zip(tokens[name], seconds[name], strict=True)] for name in seconds
-    }
-    per_token = {name: sum(seconds[name]) / sum(tokens[name]) for name in seconds}
+    rates = {name: [run.tokens / run.seconds for run in of] for name, of in runs.items()}
+    tokens = {name: sum(run.tokens for run in of) for name, of in runs.items()}
+    per_token = {name: sum(run.seconds for run in of) / tokens[name] for name, of in runs.items()}
     baseline, eager = min(baselines, key=per_token.__getitem__), baselines[0]
     results = []
-    for name in seconds:
+    for name, of in runs.items():
         ratios = [own / base for own, base in zip(rates[name], rates[baseline], strict=True)]
+        decoded = tokens[name] - sum(run.answers for run in of)
+        decoding = sum(run.decoding for run in of) / max(1, decoded)
         result: dict[str, Any] = {
             "method": name,
             "ms_per_token": round(1e3 * per_token[name], 2),
+            "decoding_ms_per_token": round(1e3 * decoding, 2),
             "baseline": baseline,
             "speedup": round(per_token[baseline] / per_token[name], 3),
             "speedup_over_eager": round(per_token[eager] / per_token[name], 3),
             "per_prompt_speedup": _spread(ratios),
-            "tokens": sum(tokens[name]),
+            "tokens": tokens[name],
         }
         if categories:
             by: dict[str, list[float]] = {}
