@@ -178,10 +178,13 @@ def shuffled(texts: list[str]) -> list[str]:
     return random.Random(0).sample(texts, len(texts))
 
 
-# Sources of prompts that have nothing in common.
+# Sources of prompts. That for models of code has the problems of GSM8K, and nothing else in common.
 SOURCES: dict[str, Callable[[], list[str]]] = {
     "spec_bench": lambda: shuffled(_all_but_maths()),
     "gsm8k": lambda: shuffled(_gsm8k()),
+    "gsm8k_code": lambda: [
+        f"Write a Python function that solves this problem:\n{text}" for text in shuffled(_gsm8k())
+    ],
 }
 
 

@@ -243,10 +243,10 @@ def calibration_answers(given: dict[str, Any]) -> Any:
 
     del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
     generate = VllmAnswers(given["model"], "float32", longest=640)
+    assert generate._llm.llm_engine.model_config.max_model_len == 640  # vLLM starts here
     threads = torch.get_num_threads() + 1
     torch.set_num_threads(threads)
     assert torch.get_num_threads() == threads  # vLLM has disabled setting it
-    assert generate._llm.llm_engine.model_config.max_model_len == 640
     found = [generate(given["prompts"], given["new"], temperature) for temperature in (0.0, 0.7)]
     return *found, [process.name() for process in psutil.Process().children(recursive=True)]
 

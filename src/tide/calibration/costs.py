@@ -25,6 +25,7 @@ from tide.models.costs import LoopCosts, measure_loop, measure_passes, medians
 from tide.models.runner import DepthRunner
 from tide.strangers import listed, mapping, number, require_keys, whole
 
+_SECONDS = 60.0  # for passes of the loop: exits are chosen by them, and calibration takes longer
 CANDIDATES = 128  # tokens that prefilters read: more cost more, and add little (bench/gates.py)
 
 
@@ -136,7 +137,14 @@ def measure_loops(
     stages = [((0, half), gate), ((half, n), TargetHead(whole))]
     read, nodes = gate.head_timer(), nodes if runner.takes_trees else 0
     return [
-        measure_loop(runner, stages, read, sequences, trees=tree_lengths(nodes, sequences))
+        measure_loop(
+            runner,
+            stages,
+            read,
+            sequences,
+            trees=tree_lengths(nodes, sequences),
+            seconds=_SECONDS,
+        )
         for sequences in sorted({1, batch})
     ]
 

@@ -153,8 +153,8 @@ def measure_loop(
     read: Callable[[int], Any] | None,
     sequences: int = 1,
     *,
-    lengths: Sequence[int] = (*LENGTHS, 16),
     trees: Sequence[int] = (),
+    seconds: float = 4.0,
 ) -> LoopCosts:
     """Measure what passes cost.
 
@@ -162,8 +162,10 @@ def measure_loop(
         stages: at least two, as `measure_passes` takes them, the last with the head.
         read: reads an exit head for some tokens; None where that is part of the stages.
         trees: new tokens for which passes through all layers are timed as well.
+        seconds: after which no more repeats are begun.
     """
     (lo, n), target_head = stages[-1]
+    lengths = (*LENGTHS, 16)
     reads = [False] * (len(stages) - 1)
     staged, through = _time_in_turn(
         runner,
@@ -172,7 +174,7 @@ def measure_loop(
             _Way([((0, n), target_head)], [*lengths, *trees], [True]),
         ],
         sequences,
-        seconds=4.0,
+        seconds,
     )
     whole = {length: _typical([s for (s,) in repeats]) for length, repeats in through.items()}
     layer, start = {}, {}

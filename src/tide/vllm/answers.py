@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from tide.vllm import require_version
 
 
 class VllmAnswers:
-    """Generates answers with vLLM.
+    """Generates answers with vLLM, which is started for the first of them.
 
     Args:
         model: a hub id or a folder.
@@ -34,6 +35,10 @@ class VllmAnswers:
             raise ConfigError(
                 "vLLM spreads over devices by itself; calibrate with --engine vllm in one process."
             )
+        self._model, self._dtype, self._longest, self._seed = model, dtype, longest, seed
+
+    @cached_property
+    def _llm(self) -> Any:
         # An engine in a process of its own would outlive a kill of this one, with all its memory.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         from vllm import LLM
@@ -41,13 +46,14 @@ class VllmAnswers:
         # On a CPU, compiling takes longer than it saves here.
         eager = not torch.accelerator.is_available()
         options: dict[str, Any] = {
-            "dtype": dtype, "seed": seed, "enforce_eager": eager, "max_model_len": longest,
+            "dtype": self._dtype, "seed": self._seed, "enforce_eager": eager,
+            "max_model_len": self._longest,
             # Both engines load the model, so each gets less than half of the memory.
             "gpu_memory_utilization": 0.45,
         }  # fmt: skip
         set_threads = torch.set_num_threads  # vLLM's worker for CPUs disables it in its process
         try:
-            self._llm = LLM(model, **options)
+            return LLM(self._model, **options)
         finally:
             torch.set_num_threads = set_threads
 
