@@ -90,10 +90,11 @@ def _trees() -> dict[str, dict[str, Any]]:
     return {m["method"]: m for m in read("trees_speed")["results"]["methods"]}
 
 
-def _over_eager() -> str:
-    """Tokens per second of compiled trees over those of HF eager, in one run."""
-    found, ours = _trees(), "lossless, trees, compiled"
-    return times(found[ours]["tokens_per_second"] / found["HF eager"]["tokens_per_second"])
+def _over_eager(source: str, method: str) -> str:
+    """Tokens per second over those of HF eager, in one run."""
+    found = read(source)["results"]["methods"]
+    ours, eager = (_method(found, name)["tokens_per_second"] for name in (method, "HF eager"))
+    return times(ours / eager)
 
 
 def _quickstart() -> str:
@@ -117,18 +118,27 @@ def _minutes(*, collecting: bool) -> str:
     return f"{seconds / 60:.0f} minutes"
 
 
+def _gate(answer: str) -> float:
+    """What a gate of SmolLM2 costs in layers, not compiled."""
+    return read("gate_costs_smollm2")["results"]["uncompiled"][answer]
+
+
 def _coder(method: str) -> dict[str, Any]:
     return _method(read(CODER)["results"], f"{method}, compiled")
 
 
 FIGURES: dict[str, Callable[[], str]] = {
-    "coder_auto": lambda: times(_coder("auto")["speedup"]),
-    "coder_lossless": lambda: times(_coder("lossless")["speedup"]),
+    "coder_auto": lambda: times(_coder("auto")["per_prompt_speedup"]["p50"]),
+    "coder_lossless": lambda: times(_coder("lossless")["per_prompt_speedup"]["p50"]),
     "coder_exits": lambda: times(_coder("exit without drafts")["speedup"]),
     "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b"),
     "coder_differ": lambda: percent(_coder("auto")["disagreement"]),
-    "coder_gain": lambda: times(
-        _coder("lossless")["ms_per_token"] / _coder("auto")["ms_per_token"]
+    "coder_gain": lambda: _span(
+        [
+            _coder("lossless")["ms_per_token"] / _coder(method)["ms_per_token"]
+            for method in ("exit, threshold scale 1", "auto")
+        ],
+        "{:.2f}x",
     ),
     "compiled_cold": lambda: str(
         _method(read("compiled_cold")["results"]["methods"], "off, compiled")["first_call_seconds"]
@@ -154,7 +164,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "compiled_bf16": lambda: _compiled("lossless, compiled", "bfloat16"),
     "trees_bf16": lambda: _compiled("lossless, trees, compiled", "bfloat16", "trees_speed"),
     "trees_no_amx": lambda: _compiled("lossless, trees, compiled", "float32", "compiled_no_amx"),
-    "trees_over_eager": _over_eager,
+    "trees_over_eager": lambda: _over_eager("trees_speed", "lossless, trees, compiled"),
+    "trees_uncompiled_no_amx": lambda: _over_eager("compiled_no_amx", "lossless, trees"),
     "one_branch": lambda: _one_branch("one branch, 10 nodes"),
     "one_branch_chain": lambda: _one_branch("chain"),
     "one_branch_prompts": lambda: str(read("trees_one_branch")["conditions"]["prompts"]),
@@ -190,6 +201,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "off": _off,
     "four_rows": _batch_of_four,
     "overhead": lambda: _span([r["ratio"] for r in read("runner_overhead")["results"]], "{:.3f}"),
+    "gate_no": lambda: f"{_gate('no'):.2f}",
+    "gate_yes": lambda: f"{_gate('yes'):.2f}",
+    "exported_draft": lambda: times(_bench("assisted generation")["speedup"]),
     "router_layers": lambda: _in_layers("router"),
     "exit_head_layers": lambda: _in_layers("exit_head"),
     "head_layers": lambda: _in_layers("head"),

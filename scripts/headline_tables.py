@@ -65,22 +65,6 @@ def _compiled(source: str, dtype: str, batch: int, method: str, name: str) -> He
                     high, output, source)  # fmt: skip
 
 
-def _exits(method: str, name: str) -> Headline:
-    """Of the run of `tide bench`, which compiles nothing."""
-    found = read("bench_smollm2")
-    methods = {m["method"]: m for m in found["results"]}
-    fastest = min((n for n in methods if n in OTHERS), key=lambda n: methods[n]["ms_per_token"])
-    ours = methods[method]
-    return Headline(
-        "HF", found["conditions"]["model"], found["conditions"]["dtype"], 1, name,
-        f"{fastest}, not compiled", methods[fastest]["ms_per_token"] / ours["ms_per_token"],
-        None, None,
-        f"{percent(ours['disagreement'])} of tokens differ, at most "
-        f"{100 * ours['certificate']['risk']:g} % certified",
-        "bench_smollm2",
-    )  # fmt: skip
-
-
 def _modes(method: str, name: str) -> Headline:
     """Of the modes of a model of code, on held-out prompts about code."""
     found = read(CODER)
@@ -88,7 +72,7 @@ def _modes(method: str, name: str) -> Headline:
     spread, differ = ours["per_prompt_speedup"], percent(ours["disagreement"])
     return Headline(
         "HF", found["conditions"]["model"], found["conditions"]["dtype"], 1, name,
-        "HF compiled" if ours["baseline"] == COMPILED else ours["baseline"], ours["speedup"],
+        "HF compiled" if ours["baseline"] == COMPILED else ours["baseline"], spread["p50"],
         spread["p20"], spread["p80"],
         f"{differ} of tokens differ, not certified" if ours["mode"] == "exit" else "lossless",
         CODER,
@@ -117,8 +101,7 @@ def headlines() -> list[Headline]:
         _compiled("trees_speed", "bfloat16", 1, trees, trees),
         _compiled("compiled", "bfloat16", 4, chains, "lossless, chains, compiled"),
         _modes("lossless, compiled", "lossless, trees, compiled"),
-        _modes("auto, compiled", "exits and drafts, compiled"),
-        _exits("exit, risk 0.05", "exits, risk 0.05"),
+        _modes("auto, compiled", "auto: exits and drafts, compiled"),
         *(_vllm(batch, "drafts", "drafts") for batch in (1, 8)),
         *(_vllm(batch, other_answers, "drafts, cross-request") for batch in (1, 8)),
     ]
@@ -155,8 +138,6 @@ def _conditions() -> str:
     coder, processor = sources.pop(CODER), sources["trees_speed"]["processor"]
     if any(of.get("processor", processor) != processor for of in sources.values()):
         raise SystemExit("The runs of the README's table had different processors.")
-    if "processor" not in sources["bench_smollm2"]:
-        processor += " (the run with exits did not record it)"
     return (
         f"{processor}, {shared['threads']} threads, shared with others; torch {shared['torch']}, "
         f"transformers {shared['transformers']}, vLLM {sources['vllm_drafts']['vllm']}, "

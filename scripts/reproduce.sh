@@ -5,7 +5,8 @@
 #   TIDE_DATA=... scripts/reproduce.sh trees_speed   # only what is named
 #
 # Then `python scripts/tables.py && python scripts/charts.py`. Work files are kept in $WORK, so that
-# a run that was interrupted does not calibrate again. Nothing else should run on the machine.
+# a run that was interrupted does not calibrate again. Nothing else should run on the machine. Needs
+# `pip install -e '.[dev]'`, vLLM (docs/vllm.md) and, for suffix decoding, arctic-inference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${TIDE_DATA:?names the folder of Spec-Bench, GSM8K, HumanEval and WikiText-2}"
@@ -84,13 +85,14 @@ depth() {
 }
 # modes_of MODEL DATA BATCH PROMPTS OPTIONS...
 modes_of() {
+  code_prompts
   tide bench "$(weights "$1")" "$WORK/depth_$1" --data "$2" --batch "$3" --samples "$4" \
     --dtype float32 --threads 2 --new-tokens 48 --out "$R/modes_$1_batch_$3.json" "${@:5}"
 }
 step depth_smollm2 depth smollm2 prompts 700 128
 step depth_gemma3_270m depth gemma3_270m prompts 700 128
 step depth_qwen2_5_coder_0_5b depth qwen2_5_coder_0_5b code 360 256
-step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 360 256
+step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 400 256
 gate_costs() {
   python bench/gate_costs.py "$(weights "$1")" --repeats 200 --out "$R/gate_costs_$1.json"
 }
@@ -143,9 +145,12 @@ step trees_qwen2_5_coder_0_5b trees qwen2_5_coder_0_5b trees_qwen2_5_coder_0_5b 
 step trees_speed python bench/compiled.py "$MODEL" --dtype bfloat16 --batch 1 --exits 0 \
   --out $R/trees_speed.json
 step compiled python bench/compiled.py "$MODEL" --out $R/compiled.json
-# On a CPU without amx_bf16.
-step compiled_no_amx python bench/compiled.py "$MODEL" --dtype float32 --batch 1 --prompts 12 \
-  --exits 0 --out $R/compiled_no_amx.json
+no_amx() {
+  if grep -q amx_bf16 /proc/cpuinfo; then echo "compiled_no_amx: left out, for CPUs without amx_bf16"; return; fi
+  python bench/compiled.py "$MODEL" --dtype float32 --batch 1 --prompts 12 --exits 0 \
+    --out $R/compiled_no_amx.json
+}
+step compiled_no_amx no_amx
 step compiled_cold env TORCHINDUCTOR_CACHE_DIR="$(mktemp -d)" python bench/compiled.py "$MODEL" \
   --dtype float32 --batch 1 --prompts 6 --exits 0 --out $R/compiled_cold.json
 qwen() { "$@" "$(weights qwen2_5_coder_0_5b)"; }
