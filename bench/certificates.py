@@ -5,11 +5,14 @@
 
 Spec-Bench is used without its mathematics, most of which comes from GSM8K. A risk of 1 % needs 299
 sequences even if no token differs, and about three times as many if some do; Spec-Bench has 390.
-With `--save`, the artifact is written there with its certificates.
+With `--save`, the artifact is written there with its certificates. With `--unused`, prompts of the
+first source that were used neither for certificates nor to check them are written to a file, for
+`tide bench`.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -93,12 +96,16 @@ def main() -> None:
         "--threshold-scale", type=float, nargs="+", default=[0.03, 0.125, 0.5, 1, 2]
     )
     options.add_argument("--save", type=Path, help="write the artifact with its certificates here")
+    options.add_argument("--unused", type=Path, help="write prompts that were not used here")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     made = Artifact.load(args.artifact)
     texts = SOURCES[args.certify]()
+    if args.unused:
+        lines = (json.dumps({"prompt": text}) for text in texts[args.sequences + args.same :])
+        args.unused.write_text("\n".join(lines) + "\n")
     # Drafts change the speed and not the output; without them large batches are faster.
     least = made.config.min_layers if args.min_layers is None else args.min_layers
     config = tide.TIDEConfig(kv_cache_strategy=args.kv, min_layers=least, drafts=())

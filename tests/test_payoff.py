@@ -9,11 +9,11 @@ from tide.vllm.payoff import ExitCosts, Payoff
 SIZES = (1, 4, 16, 64)
 
 
-def costs(gate: float = 0.05, flat: bool = True) -> ExitCosts:
+def costs(gate: float = 0.05, flat: bool = True, read: float = 0.0) -> ExitCosts:
     """Two segments of the same cost: bound by reading weights, or by arithmetic."""
     segment = [1.0 if flat else float(size) for size in SIZES]
     store = [0.1 * seconds for seconds in segment]
-    return ExitCosts(SIZES, [segment, segment], [[0.0] * 4, store], [[gate] * 4])
+    return ExitCosts(SIZES, [segment, segment], [[0.0] * 4, store], [[gate] * 4], [[read] * 4])
 
 
 def test_expected_seconds() -> None:
@@ -22,6 +22,8 @@ def test_expected_seconds() -> None:
     # The exit saves a segment, and stores its KV.
     assert one.with_exits(1, [1.0]) == pytest.approx(1.0 + 0.05 + 0.1)
     assert one.with_exits(1, [0.5]) == pytest.approx(1.0 + 0.05 + 0.5 * 0.1 + 0.5 * 1.0)
+    # The exit head is read for tokens that pass.
+    assert costs(read=0.2).with_exits(1, [0.5]) == pytest.approx(1.7)
     # Of two requests, one that continues takes the step through all layers.
     assert one.with_exits(2, [0.5]) == pytest.approx(1.05 + 0.75 * 0.1 + 0.75 * 1.0)
     # Arithmetic is saved in proportion; beyond what was measured, it goes on growing.
@@ -48,6 +50,7 @@ def test_gates_are_evaluated_where_they_pay() -> None:
     assert payoff.share(0) < 0.02
     assert not payoff.pays(1)
     never = Payoff(costs(gate=2.0))
+    assert not never.costs.could_pay(1) and payoff.costs.could_pay(1)
     assert not any(never.pays(1) for _ in range(1000))
 
 

@@ -260,6 +260,26 @@ def test_serve_builds_the_arguments_of_vllm(
         arguments(certified_artifact, "--risk", "0.2", "--dtype", "bfloat16")
     with pytest.raises(CertificateError, match="Choose how to serve"):
         arguments(small_artifact)
+    for given, error in (
+        (["--risk", "0.2", "--drafts", "4"], "--drafts is 4, and counts with --lossless only"),
+        (["--uncertified", "--on-drift", "full_depth"], "counts with --risk only"),
+        (["--lossless", "--audit-rate", "0.5"], "counts with exits only"),
+        # As vLLM spells them too.
+        (["--risk", "0.2", "--additional_config", "{}"], "--additional-config would"),
+        (["--lossless", "-sc", "{}"], "--speculative-config would"),
+        (["--lossless", "--speculative-config.method", "ngram"], "--speculative-config would"),
+        (["--lossless", "--config", "file.yaml"], "--config would"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            arguments(certified_artifact, *given)
+
+
+def test_serve_has_exits_for_the_models_of_the_plugin_only(
+    small_artifact: Path, tmp_path: Path
+) -> None:
+    tiny_model("granite", **SIZES).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="GraniteForCausalLM has no exits"):
+        serve_arguments(str(tmp_path), str(small_artifact), "--uncertified")
 
 
 SIZES: dict[str, Any] = {
@@ -306,22 +326,36 @@ def test_the_audit_finds_what_scripted_gates_let_exit() -> None:
 
 def test_two_ranks_predict_the_tokens_of_one(tmp_path: Path) -> None:
     """SmolLM2 has nine heads, which two ranks cannot share."""
+    model, tide = tiny_with_exits(tmp_path)
+    tide |= {"gates": "always", "audit_rate": 0.3}
+    alone = case("answer", model=model, tide=tide, **SHORT)
+    assert sum(alone["exits"].values()) > 0 and alone["payoff"] is None
+    both = {**SHORT, "options": {**SHORT["options"], "tensor_parallel_size": 2, **COMPILED}}
+    assert case("ids", model=model, tide=tide, **both) == alone["answers"]
+
+
+def test_costs_are_measured_before_the_first_answer_and_compile_nothing_later(
+    tmp_path: Path,
+) -> None:
+    model, tide = tiny_with_exits(tmp_path)
+    options = {**SHORT["options"], **COMPILED}
+    found = case("answer", model=model, tide=tide, **{**SHORT, "options": options})
+    assert found["payoff"].startswith("gates pay ")
+    assert found["graphs"] == found["units"] == 5
+    assert [len(answer) for answer in found["answers"]] == [SHORT["new"]] * len(SHORT["prompts"])
+
+
+def tiny_with_exits(folder: Path) -> tuple[str, dict[str, Any]]:
+    """A tiny model, and settings for exits at two checkpoints of it."""
     model = tiny_model("llama", **SIZES)
-    model.save_pretrained(tmp_path / "model")
+    model.save_pretrained(folder / "model")
     exits = [
         Checkpoint(layer, ExitHead("identity", 128), thresholds=Thresholds(top_probability=0.12))
         for layer in (1, 3)
     ]
     some = torch.arange(0, 256, 2)
-    Artifact(fingerprint(model, locate(model)), 128, exits, vocabulary=some).save(
-        tmp_path / "exits"
-    )
-    tide = {"artifact": str(tmp_path / "exits"), "uncertified": True, "audit_rate": 0.0,
-            "gates": "always"}  # fmt: skip
-    alone = case("answer", model=str(tmp_path / "model"), tide=tide, **SHORT)
-    assert sum(alone["exits"].values()) > 0
-    both = {**SHORT, "options": {**SHORT["options"], "tensor_parallel_size": 2, **COMPILED}}
-    assert case("ids", model=str(tmp_path / "model"), tide=tide, **both) == alone["answers"]
+    Artifact(fingerprint(model, locate(model)), 128, exits, vocabulary=some).save(folder / "exits")
+    return str(folder / "model"), {"artifact": str(folder / "exits"), "uncertified": True}
 
 
 @pytest.fixture(scope="module")
@@ -408,16 +442,21 @@ def configuration(path: Path, tide: Any, **changes: Any) -> Any:
 
     mode = changes.pop("graphs", CUDAGraphMode.NONE)
     model = {"dtype": torch.float32, "hf_config": config,
-             "hf_text_config": config, "quantization": None,
+             "hf_text_config": config, "quantization": None, "is_multimodal_model": False,
+             "runner_type": "generate", "enable_prompt_embeds": False,
              **changes.pop("model", {})}  # fmt: skip
+    parallel = {"pipeline_parallel_size": 1, "use_ubatching": False,
+                "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+                **changes.pop("parallel", {})}  # fmt: skip
     return SimpleNamespace(
         additional_config={"tide": tide},
         model_config=SimpleNamespace(**model),
         compilation_config=SimpleNamespace(cudagraph_mode=mode),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=changes.pop("pipeline", 1)),
+        parallel_config=SimpleNamespace(**parallel),
+        use_v2_model_runner=changes.pop("second_runner", False),
         speculative_config=changes.pop("speculative", None),
         lora_config=changes.pop("lora", None),
-        kv_transfer_config=None,
+        kv_transfer_config=changes.pop("transfer", None),
         cache_config=SimpleNamespace(cache_dtype=changes.pop("cache_dtype", "auto")),
     )
 
@@ -436,8 +475,11 @@ def test_unsupported_settings_raise(
 
     assert read()[2] == 1.0
     assert Settings.read(SimpleNamespace(additional_config={})) is None
-    drafts = configuration(smollm2_path, {"mode": "lossless"}, architectures=["OPTForCausalLM"])
-    assert Settings.read(drafts) == Settings(mode="lossless")  # any model, no artifact
+    any_model = {"architectures": ["OPTForCausalLM"]}  # and no artifact
+    speculation = SimpleNamespace(method="custom_class")
+    lossless = {"mode": "lossless"}
+    drafts = configuration(smollm2_path, lossless, speculative=speculation, **any_model)
+    assert Settings.read(drafts) == Settings(mode="lossless")
     cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         (ConfigError, "has \\['riks'\\]", {**good, "riks": 1}, {}),
         (ConfigError, "names no artifact", {"uncertified": True}, {}),
@@ -446,12 +488,34 @@ def test_unsupported_settings_raise(
          {}),
         (ConfigError, "PIECEWISE", good, {"graphs": CUDAGraphMode.FULL_AND_PIECEWISE}),
         (ConfigError, "gates is 'never'", {**good, "gates": "never"}, {}),
+        (ConfigError, "mode is 'fast'", {**good, "mode": "fast"}, {}),
+        (ConfigError, "on_drift is 'stop'", {**good, "on_drift": "stop"}, {}),
+        (ConfigError, "attention is 'some'", {**good, "attention": "some"}, {}),
+        (ConfigError, "audit_rate is '0.1'; it must be", {**good, "audit_rate": "0.1"}, {}),
+        (ConfigError, "uncertified is 'false'; it must be true or false",
+         {**good, "uncertified": "false"}, {}),
+        (ConfigError, "Omit threshold_scale", {"artifact": "x", "risk": 0.1, "threshold_scale": 2},
+         {}),
+        (ConfigError, "Omit uncertified", {**good, "risk": 0.1}, {}),
+        (ConfigError, "Omit script", {"script": 0.5, "risk": 0.1}, {}),
+        (ConfigError, "speculation, which is not configured", lossless, {}),
+        (ConfigError, "speculation, which is not configured", lossless,
+         {"speculative": SimpleNamespace(method="ngram")}),
+        (ConfigError, "VLLM_USE_V2_MODEL_RUNNER=0", good, {"second_runner": True}),
         (ConfigError, "do not combine", good, {"speculative": object()}),
-        (UnsupportedModelError, "pipeline_parallel_size", good, {"pipeline": 2}),
+        (UnsupportedModelError, "pipeline_parallel_size", good,
+         {"parallel": {"pipeline_parallel_size": 2}}),
+        (UnsupportedModelError, "microbatches", good, {"parallel": {"use_ubatching": True}}),
+        (UnsupportedModelError, "context parallelism", good,
+         {"parallel": {"decode_context_parallel_size": 2}}),
+        (UnsupportedModelError, "images or sound", good, {"model": {"is_multimodal_model": True}}),
+        (UnsupportedModelError, "pooling", good, {"model": {"runner_type": "pooling"}}),
+        (UnsupportedModelError, "embeddings", good, {"model": {"enable_prompt_embeds": True}}),
+        (UnsupportedModelError, "quantised weights", good, {"model": {"quantization": "awq"}}),
+        (UnsupportedModelError, "KV transfer", good, {"transfer": object()}),
         (UnsupportedModelError, "LoRA adapters", good, {"lora": object()}),
         (UnsupportedModelError, "set it to auto", good, {"cache_dtype": "fp8"}),
-        (UnsupportedModelError, "OPTForCausalLM is not supported",
-         good, {"architectures": ["OPTForCausalLM"]}),
+        (UnsupportedModelError, "OPTForCausalLM has no exits", good, any_model),
     ]  # fmt: skip
     for error, message, tide, changes in cases:
         with pytest.raises(error, match=message):

@@ -66,6 +66,14 @@ def test_a_request_that_has_ended_gives_one_loss(audit: Any) -> None:
     assert len(audit.losses) == 2
 
 
+def test_where_steps_are_scheduled_ahead_the_last_token_does_not_count(audit: Any) -> None:
+    audit._ahead = True
+    run(audit, {0: WRONG}, requests((2, [7, 0])))
+    run(audit, {0: WRONG}, requests((3, [7, 0])))  # behind the end, and served to nobody
+    run(audit, {}, requests((1, [1, 0])), decoding=[])
+    assert audit.losses == [0.5]
+
+
 @pytest.mark.parametrize("length", [2, 3])
 def test_a_block_may_have_been_another_requests(audit: Any, length: int) -> None:
     run(audit, {0: WRONG}, requests((3, [7, 0])))

@@ -131,7 +131,12 @@ def answer(given: dict[str, Any]) -> Any:
         from tide.vllm.history import History
 
         read = History.tokens
-        History.tokens = lambda *args: histories.append(read(*args)) or histories[-1]  # type: ignore
+
+        def seen_by_gates(*args: Any) -> Any:
+            histories.append(read(*args).tolist())
+            return read(*args)
+
+        History.tokens = seen_by_gates  # type: ignore[method-assign]
     found: dict[str, Any] = {
         "histories": histories,
         "answers": in_waves(llm, given["prompts"], given["new"]),
@@ -143,6 +148,7 @@ def answer(given: dict[str, Any]) -> Any:
             "exits": model.tide.exits, "tokens": counts.tokens, "fills": counts.fills,
             "seen": seen, "attended": attended, "stored": stored, "graphs": graphs(),
             "units": 2 * len(model.tide.units.layers) - 1,
+            "payoff": model.tide.payoff and model.tide.payoff.summary(8),
             "audited": model.tide.audit.monitor.sequences if model.tide.audit.monitor else None,
         }  # fmt: skip
     names = ("vllm:num_preemptions", "vllm:spec_decode_num_accepted_tokens")
@@ -167,9 +173,10 @@ def drafts(given: dict[str, Any]) -> Any:
                    "num_speculative_tokens": 4}  # fmt: skip
     llm = start(given, speculative_config=speculative)
     model = decoder(llm)
+    answers = in_waves(llm, given["prompts"], given["new"])
     costs = getattr(model, "step_costs", None)
     return {
-        "answers": in_waves(llm, given["prompts"], given["new"]),
+        "answers": answers,
         "class": type(model).__name__,
         "step_costs": costs,
         "costs": costs and describe(costs),

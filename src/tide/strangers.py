@@ -108,6 +108,13 @@ def text(value: Any, what: str) -> str:
     return value
 
 
+def flag(value: Any, what: str) -> bool:
+    """The value, if it is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} is {shown(value)}; it must be true or false")
+    return value
+
+
 def whole(value: Any, what: str, least: int = 0, most: int = 2**31 - 1) -> int:
     """The value, if it is a whole number in a range."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:

@@ -9,6 +9,11 @@ from typing import Any
 PASSES_ON = True  # options that are not ours are vLLM's
 INTERRUPTED = "The server was stopped."
 
+# Options that count in some modes only, with their defaults.
+_WITH_RISK = {"delta": 0.05, "on_drift": "warn"}
+_WITH_EXITS = {"gates": "by_cost", "audit_rate": 0.01}
+_WITH_DRAFTS = {"drafts": 8, "cross_request_drafts": False}
+
 
 class _ModelAndArtifact(argparse.Action):
     """Stores both. Newer Pythons would take the value of an option of vLLM's for a missing DIR."""
@@ -50,33 +55,35 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--off", action="store_true", help="neither exits nor drafts: vLLM's own server, unchanged"
     )
     parser.add_argument(
-        "--delta", type=float, default=0.05, help="probability that the certificate is wrong"
+        "--delta", type=float, help="with --risk: probability that the certificate is wrong"
     )
     parser.add_argument(
-        "--on-drift", choices=("warn", "full_depth"), default="warn",
-        help="what to do when audited tokens differ more often than the certified bound",
+        "--on-drift", choices=("warn", "full_depth"),
+        help="with --risk: what to do when audited tokens differ more often than certified",
     )  # fmt: skip
     parser.add_argument(
-        "--gates", choices=("by_cost", "always"), default="by_cost",
-        help="evaluate them where they pay at that number of requests, or in every step",
+        "--gates", choices=("by_cost", "always"),
+        help="with exits: evaluate them where they pay at that number of requests, or always",
     )  # fmt: skip
-    parser.add_argument(
-        "--drafts", type=int, default=8, help="with --lossless: longest draft, in tokens"
-    )
+    parser.add_argument("--drafts", type=int, help="with --lossless: longest draft, in tokens")
     parser.add_argument(
         "--cross-request-drafts", action="store_true",
         help="with --lossless: also draft from recent answers to other requests",
     )  # fmt: skip
     parser.add_argument(
-        "--audit-rate", type=float, default=0.01, help="share of requests audited at full depth"
+        "--audit-rate", type=float, help="with exits: share of requests audited at full depth"
     )
+    parser.set_defaults(**_WITH_RISK, **_WITH_EXITS, **_WITH_DRAFTS)
     parser.add_argument("--dtype", default="auto", help="precision of the weights")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Check artifact and certificate, then run vLLM's server until it ends."""
+    import os
     import sys
 
+    if args.risk is not None or args.uncertified:  # exits do not run in the other
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     # Not `vllm serve`, which needs the version of a package that CPU builds do not have.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *server_arguments(args)]
     if code := supervise(command):
@@ -100,17 +107,21 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
     arguments = ["--model", args.model, "--dtype", args.dtype]
     if args.off:
         return [*arguments, *args.rest]
-    for ours in ("--additional-config", "--speculative-config"):
+    for ours in ("--additional-config", "--speculative-config", "--config"):
         if _given(args.rest, ours):
-            raise ConfigError(f"`tide serve` sets {ours} itself; to set it, use --off.")
+            raise ConfigError(f"`tide serve` sets what {ours} would; to set it, use --off.")
     no_mode = args.risk is None and not args.uncertified
     lossless = args.lossless or ("auto" if no_mode and args.artifact is None else None)
     if lossless is None:
+        _require_effect(args, _WITH_DRAFTS, "--lossless")
+        if args.uncertified:
+            _require_effect(args, _WITH_RISK, "--risk")
         settings = _exits(args)
         arguments += _piecewise(args.rest)
     elif lossless == "auto" and not _drafts_are_free(args.rest):
         return [*arguments, *args.rest]
     else:
+        _require_effect(args, {**_WITH_RISK, **_WITH_EXITS}, "exits")
         settings = _lossless(args)
         arguments += ["--speculative-config", json.dumps({
             "method": "custom_class", "model": "tide.vllm.proposer.TableProposer",
@@ -119,6 +130,16 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
         if not _given(args.rest, "--per-request-spec-decode-metrics"):
             arguments += ["--per-request-spec-decode-metrics", "summary"]
     return [*arguments, "--additional-config", json.dumps({"tide": settings}), *args.rest]
+
+
+def _require_effect(args: argparse.Namespace, defaults: dict[str, Any], wanted: str) -> None:
+    """Raise for an option that would have no effect."""
+    from tide.errors import ConfigError
+
+    for name, default in defaults.items():
+        if (got := getattr(args, name)) != default:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is {got!r}, and counts with {wanted} only: omit it.")
 
 
 def _lossless(args: argparse.Namespace) -> dict[str, Any]:
@@ -134,14 +155,18 @@ def _lossless(args: argparse.Namespace) -> dict[str, Any]:
 
 def _exits(args: argparse.Namespace) -> dict[str, Any]:
     """The plugin's settings for exits; raises unless artifact and certificate allow them."""
+    from transformers import AutoConfig
+
     from tide.errors import CertificateError, ConfigError
     from tide.exits.artifact import Artifact
     from tide.risk import CertificateQuery, find_certificate
+    from tide.vllm.settings import require_architecture
 
     if args.artifact is None:
         raise ConfigError(
             "Exits need an artifact: `tide calibrate MODEL -o DIR`, then `tide serve MODEL DIR`."
         )
+    require_architecture(AutoConfig.from_pretrained(args.model))
     made = Artifact.from_pretrained(args.artifact)
     settings = {
         "artifact": args.artifact, "audit_rate": args.audit_rate, "gates": args.gates,
@@ -183,8 +208,13 @@ def _drafts_are_free(rest: Sequence[str]) -> bool:
     return False
 
 
+_SHORT = {"-sc": "--speculative-config", "-cc": "--compilation-config"}  # of vLLM
+
+
 def _given(rest: Sequence[str], option: str) -> bool:
-    return any(given.split("=")[0] == option for given in rest)
+    """Whether an option of vLLM is given, in any of the spellings that vLLM takes."""
+    names = (given.split("=")[0].split(".")[0].replace("_", "-") for given in rest)
+    return any(_SHORT.get(name, name) == option for name in names)
 
 
 def _dtype(args: argparse.Namespace) -> str:

@@ -31,13 +31,15 @@ class Followed:
         audited: whether it runs at full depth.
         length: tokens so far.
         new: tokens predicted so far; the first is the prompt's.
-        differ: those that differ from the target tokens.
+        differ: those that differ from the target tokens, but for the newest.
+        newest_differs: whether that does.
     """
 
     audited: bool
     length: int = 0
     new: int = 1
     differ: int = 0
+    newest_differs: bool = False
 
 
 class Audit:
@@ -47,6 +49,8 @@ class Audit:
         settings: ours.
         metrics: to count in.
         logits: vLLM's LM head.
+        ahead: whether vLLM schedules a step before it knows the tokens of the one before; a request
+            that has ended is then in one more pass, whose token nobody gets.
 
     Attributes:
         monitor: the drift monitor; None without a certificate.
@@ -54,9 +58,15 @@ class Audit:
     """
 
     def __init__(
-        self, settings: Settings, metrics: Metrics, logits: Callable[[Tensor], Tensor]
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        logits: Callable[[Tensor], Tensor],
+        *,
+        ahead: bool = False,
     ) -> None:
         self._settings, self._metrics, self._logits = settings, metrics, logits
+        self._ahead = ahead
         self._draw = random.Random(0)  # the same on all ranks
         self.monitor: DriftMonitor | None = None
         self.tripped = False
@@ -90,6 +100,7 @@ class Audit:
             else:
                 known = Followed(audited=self._draw.random() < self._settings.audit_rate)
             known.length, known.new = length, known.new + 1
+            known.differ, known.newest_differs = known.differ + known.newest_differs, False
             running[now] = known
             if known.audited:
                 self._audited[request] = known
@@ -106,18 +117,24 @@ class Audit:
             audits: by request, the normed state of its exit; None if it passed no gate.
             last: the normed state at full depth of every request, `[n, hidden]`.
         """
-        for request, read in audits.items():
-            verdict = "continued"
-            if read is not None:
-                predicted, target = self._logits(torch.stack([read, last[request]])).argmax(-1)
-                verdict = "same" if predicted == target else "differs"
-                self._audited[request].differ += verdict == "differs"
-            self._metrics.audit(verdict)
+        read = {request: state for request, state in audits.items() if state is not None}
+        if read:
+            both = self._logits(torch.stack([*read.values(), *last[list(read)]])).argmax(-1)
+            predicted, target = both.view(2, -1)
+            for request, differs in zip(read, (predicted != target).tolist(), strict=True):
+                self._audited[request].newest_differs = differs
+                self._metrics.audit("differs" if differs else "same")
+        for _ in range(len(audits) - len(read)):
+            self._metrics.audit("continued")
 
     def _end(self, request: Followed) -> None:
         """Tell the drift monitor what a request has lost."""
-        monitor = self.monitor
-        if monitor is None or monitor.fired or not monitor.add(request.differ / request.new):
+        monitor, new, differ = self.monitor, request.new, request.differ
+        if self._ahead:
+            new -= 1
+        else:
+            differ += request.newest_differs
+        if monitor is None or monitor.fired or not monitor.add(differ / new):
             return
         self.tripped = self._settings.on_drift == "full_depth"
         logger.warning(

@@ -28,7 +28,7 @@ from tide.vllm.metadata import Requests, can_subset, with_requests, with_slots
 from tide.vllm.metrics import Metrics
 from tide.vllm.payoff import ExitCosts, Payoff
 from tide.vllm.settings import Settings
-from tide.vllm.units import Units, without_attention
+from tide.vllm.units import Attended, Units, without_attention
 
 logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 
@@ -59,21 +59,33 @@ class DepthForward:
         self.payoff: Payoff | None = None
         self._ready = False
         self._attention = [layer.self_attn.attn for layer in self.layers]
-        self._without_attention = [without_attention(layer) for layer in self.layers]
+        self._attended = Attended()
+        self._without_attention = [without_attention(x, self._attended) for x in self.layers]
         self._by_name = {attn.layer_name: attn for attn in self._attention}
-        for attn in self._attention:
-            if attn.attn_backend.forward_includes_kv_cache_update:
+        for backend in (attn.attn_backend for attn in self._attention):
+            if backend.forward_includes_kv_cache_update:
                 raise UnsupportedModelError(
-                    f"The attention backend {attn.attn_backend.get_name()} stores KV inside "
-                    "attention, so a token cannot store its KV without attending. Choose another "
-                    "with --attention-backend."
+                    f"The attention backend {backend.get_name()} stores KV inside attention, so a "
+                    "token cannot store its KV without attending. Choose another with "
+                    "--attention-backend."
+                )
+            if backend.get_name() == "FLASHINFER":
+                raise UnsupportedModelError(
+                    "The attention backend FLASHINFER does not tell which tokens of a pass are of "
+                    "which request. Choose another with --attention-backend."
                 )
         self.gates = Gates(model, self._attention, vllm_config, settings)
         begins = [0, *(checkpoint.layer + 1 for checkpoint in self.gates.checkpoints)]
         self.units = Units(self.decoder, vllm_config, [*begins, len(self.layers)])
         self._most = int(vllm_config.scheduler_config.max_num_seqs)
         self.metrics = Metrics(self.counts, self.exits)
-        self.audit = Audit(settings, self.metrics, model.compute_logits)
+        ahead = bool(vllm_config.scheduler_config.async_scheduling)
+        self.audit = Audit(settings, self.metrics, model.compute_logits, ahead=ahead)
+        if settings.risk is not None and vllm_config.cache_config.enable_prefix_caching:
+            logger.warning(
+                "TIDE: with prefix caching a later prompt may reuse the KV of exited tokens, for "
+                "which no certificate is. To avoid it, add --no-enable-prefix-caching."
+            )
 
     # ---- the pass
 
@@ -91,7 +103,7 @@ class DepthForward:
         if self.gates.checkpoints and not self.audit.tripped:
             self.gates.remember(requests, ids)
             audits = self.audit.follow(requests, decoding)
-        if not decoding or self.audit.tripped or not self._pays(len(decoding)):
+        if not decoding or self.audit.tripped or not self._pays(requests, len(decoding)):
             active = ActiveTokens.all_of(hidden, positions, context)
             for number in range(len(self.units.layers)):
                 self._run(number, active)
@@ -175,8 +187,8 @@ class DepthForward:
                 positions=active.all_positions,
                 hidden_states=layer.input_layernorm(active.exit_states),
             )
+            self._attended.output = attended[active.tokens]
             rest = self._without_attention[n]
-            rest.self_attn.output = attended[active.tokens]
             active.hidden, active.residual = rest(active.positions, active.hidden, active.residual)
             self.counts.fills[n] += len(active.exit_states) - len(active.tokens)
         if layers.stop == len(self.layers):
@@ -236,7 +248,10 @@ class DepthForward:
         nothing: Any = {"attn_metadata": None, "slot_mapping": {}}
         idle = dataclasses.replace(context, **nothing)
         with override_forward_context(idle):
-            where, states = positions[:1].repeat(_SEVERAL), hidden[:1].repeat(_SEVERAL, 1)
+            # Places where rotation does something, and states that differ.
+            where = torch.arange(1, 1 + _SEVERAL).to(positions)
+            noise = torch.Generator().manual_seed(0)
+            states = torch.randn(_SEVERAL, hidden.shape[-1], generator=noise).to(hidden)
             self.units.check(where, states)
             if self.units.compiles:
                 self.units.warm_up(where, states)
@@ -249,6 +264,9 @@ class DepthForward:
         self.payoff = Payoff(get_tp_group().broadcast_object(costs, src=0))
         logger.info("TIDE: %s", self.payoff.summary(self._most))
 
-    def _pays(self, requests: int) -> bool:
-        """Whether the gates are worth evaluating for so many requests."""
-        return self.payoff is None or self.payoff.pays(requests)
+    def _pays(self, requests: Requests, decoding: int) -> bool:
+        """Whether the gates are worth evaluating where so many requests decode."""
+        if self.payoff is None:
+            return True
+        # A prompt takes the pass through all layers.
+        return decoding == len(requests.lengths) and self.payoff.pays(decoding)

@@ -55,8 +55,6 @@ class Gates:
         self.checkpoints: list[Checkpoint]
         self.gates: list[ExitGate]
         self.script: ScriptedPolicy | None = None
-        self._readout: Readout | None = None
-        self._table: ContinuationTable | None = None
         self.history: History | None = None
         self._attention = attention
         config, norm = vllm_config.model_config.hf_text_config, model.model.norm
@@ -71,32 +69,34 @@ class Gates:
         made, checkpoints, scale = settings.load(vllm_config)
         self.checkpoints = [c for c in checkpoints if not c.thresholds.scaled(scale).unreachable]
         for checkpoint in self.checkpoints:
-            self._require(checkpoint)
             checkpoint.to(norm.weight.device, norm.weight.dtype)
         head = _head(model, config)
-        self._readout = Readout(norm, head, config, made.vocabulary)
+        readout = Readout(norm, head, config, made.vocabulary)
         if made.vocabulary is not None:
             head.register_parameter("weight", None)  # the readout has copied the part it needs
-        self._table = ContinuationTable(made.table) if made.table else None
-        candidates = candidate_readout(self._readout, made.candidates)
+        candidates = candidate_readout(readout, made.candidates)
         self.gates = [
-            ExitGate.of(c, self._readout, c.thresholds.scaled(scale), candidates)
+            ExitGate.of(c, readout, c.thresholds.scaled(scale), candidates)
             for c in self.checkpoints
         ]
-        for gate in self.gates:
+        for checkpoint, gate in zip(self.checkpoints, self.gates, strict=True):
+            self._require(checkpoint, gate)
             gate.fuse()
+        if any(gate.wants_ngrams for gate in self.gates):
+            table = ContinuationTable(made.table) if made.table else None
+            self.history = History(table, 2 * int(vllm_config.scheduler_config.max_num_seqs))
 
-    def _require(self, checkpoint: Checkpoint) -> None:
+    def _require(self, checkpoint: Checkpoint, gate: ExitGate) -> None:
         """Raise for a checkpoint whose gate cannot run here."""
         if checkpoint.thresholds == Thresholds():
             raise ArtifactError(
                 f"The exit after layer {checkpoint.layer + 1} has no calibrated threshold. "
                 "Make the artifact with `tide calibrate`."
             )
-        if checkpoint.confidence_model is not None and self._anchor is None:
+        if gate.wants_ngrams and self._anchor is None:
             raise UnsupportedModelError(
                 "All layers of this model have a sliding window, so vLLM does not keep the whole "
-                "text of a request, which the confidence models of this artifact need."
+                "text of a request, which the gates of this artifact need."
             )
 
     def requests(self, context: ForwardContext) -> Requests | None:
@@ -104,11 +104,9 @@ class Gates:
         return requests_of(context, self._anchor or self._attention[0])
 
     def remember(self, requests: Requests, ids: Tensor | None) -> None:
-        """Store the tokens of a pass if a confidence model needs a request's text."""
-        if ids is None or not any(c.confidence_model for c in self.checkpoints):
-            return
-        self.history = self.history or History(self._table)
-        self.history.write(requests, ids)
+        """Store the tokens of a pass if a gate needs a request's text."""
+        if ids is not None and self.history is not None:
+            self.history.write(requests, ids)
 
     def decide(
         self, number: int, states: Tensor, candidates: Sequence[int], requests: Requests
@@ -134,11 +132,12 @@ class Gates:
     def _decide(
         self, number: int, states: Tensor, candidates: Sequence[int], requests: Requests
     ) -> list[int]:
-        gate, lengths = self.gates[number], requests.lengths.tolist()
-        notes = []
+        gate, notes = self.gates[number], []
+        lengths = [] if self.script is None else requests.lengths.tolist()
         for request in candidates:
-            at = TokenPosition(request, lengths[request])
-            may = self.script is None or self.script.script(at, number)
+            may = self.script is None or self.script.script(
+                TokenPosition(request, lengths[request]), number
+            )
             told = partial(self._predict, requests, request)
             notes.append(gate.note(told) if may else (0,) * NOTES)
         decision = gate(states, torch.tensor(notes, device=states.device))

@@ -9,6 +9,7 @@ keeps until the request ends.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,23 @@ from torch import Tensor
 from tide.exits.ngrams import NGramPrediction, NGramPredictor
 from tide.exits.table import ContinuationTable
 from tide.vllm.metadata import Requests
+
+
+@dataclass
+class _Text:
+    """What is known of a request's text.
+
+    Attributes:
+        ids: of its tokens, as they were found last.
+        tokens: the same as a list, which grows.
+        predictor: has seen them.
+        prediction: of the next token.
+    """
+
+    ids: Tensor
+    tokens: list[int]
+    predictor: NGramPredictor
+    prediction: NGramPrediction
 
 
 class History:
@@ -30,7 +48,7 @@ class History:
         self._tokens = torch.zeros(0, dtype=torch.int32)
         self._table, self._max_requests = table, max_requests
         # By the block of a request's newest token, which no other request shares.
-        self._predictors: OrderedDict[int, tuple[list[int], NGramPredictor]] = OrderedDict()
+        self._texts: OrderedDict[int, _Text] = OrderedDict()
 
     def write(self, requests: Requests, ids: Tensor) -> None:
         """Store the tokens of a pass."""
@@ -42,26 +60,26 @@ class History:
             self._tokens = torch.cat([self._tokens, more])
         self._tokens[slots] = ids[:count].to("cpu", torch.int32)
 
-    def tokens(self, requests: Requests, request: int) -> list[int]:
-        """All tokens of a request so far."""
-        positions = torch.arange(int(requests.lengths[request]))
-        blocks = requests.blocks[request].cpu().long()
-        return self._tokens[
-            blocks[positions // requests.block] * requests.block + positions % requests.block
-        ].tolist()
+    def tokens(self, blocks: Tensor, length: int, block: int) -> Tensor:
+        """All tokens of a request so far, by its KV cache blocks, `[length]`."""
+        positions = torch.arange(length)
+        return self._tokens[blocks[positions // block].long() * block + positions % block]
 
     def predict(self, requests: Requests, request: int) -> NGramPrediction:
         """The n-gram prediction for a request's next token, from its own text and the table."""
-        tokens = self.tokens(requests, request)
-        blocks, last = requests.blocks[request], (len(tokens) - 1) // requests.block
-        key = int(blocks[last])
-        found = self._predictors.pop(key, None)
+        length, blocks = int(requests.lengths[request]), requests.blocks[request].cpu()
+        ids, last = self.tokens(blocks, length, requests.block), (length - 1) // requests.block
+        found = self._texts.pop(int(blocks[last]), None)
         if found is None and last:
-            found = self._predictors.pop(int(blocks[last - 1]), None)
+            found = self._texts.pop(int(blocks[last - 1]), None)
         # Another request may have used the block before; then start with an empty index.
-        if found is None or tokens[: len(found[0])] != found[0]:
-            found = [], NGramPredictor(self._table)
-        self._predictors[key] = tokens, found[1]
-        if len(self._predictors) > self._max_requests:
-            self._predictors.popitem(last=False)
-        return found[1].at(tokens, len(tokens) - 1, len(tokens))
+        if found is None or not found.ids.equal(ids[: len(found.ids)]):
+            found = _Text(ids[:0], [], NGramPredictor(self._table), NGramPrediction())
+        if len(found.ids) < length:  # else another gate of the same pass
+            found.tokens += ids[len(found.ids) :].tolist()
+            found.prediction = found.predictor.at(found.tokens, length - 1, length)
+            found.ids = ids
+        self._texts[int(blocks[last])] = found
+        if len(self._texts) > self._max_requests:
+            self._texts.popitem(last=False)
+        return found.prediction

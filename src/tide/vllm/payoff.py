@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,14 @@ class ExitCosts:
         segments: running each segment, `[segments][s]`.
         stores: storing its KV only; zeros for the first.
         gates: evaluating each gate, `[segments - 1][s]`.
+        reads: reading its exit head, for the tokens that pass; zeros where all are read anyway.
     """
 
     sizes: Sequence[int]
     segments: Sequence[Sequence[float]]
     stores: Sequence[Sequence[float]]
     gates: Sequence[Sequence[float]]
+    reads: Sequence[Sequence[float]]
 
     @classmethod
     def measure(
@@ -54,7 +57,6 @@ class ExitCosts:
         for size in sizes:
             where = positions[:1].expand(size).contiguous()
             state = hidden[:1].expand(size, -1).contiguous()
-            notes = torch.ones(size, NOTES, dtype=torch.long, device=state.device)
             for k in range(len(units.layers)):
                 states = (state, state) if k else (state,)
                 parts["segment", k, size] = lambda k=k, where=where, states=states: units.run(
@@ -64,11 +66,14 @@ class ExitCosts:
                     parts["store", k, size] = lambda k=k, where=where, state=state: units.store(
                         k, where, state
                     )
-                    parts["gate", k - 1, size] = (
-                        lambda gate=gates[k - 1], state=state, notes=notes: gate.decide(
-                            state, notes
-                        ).exits.tolist()
-                    )
+                    gate = gates[k - 1]
+                    read = gate.head_timer()
+                    parts["read", k - 1, size] = partial(read or _nothing, size)
+                    # Where the head is read only for tokens that pass, none do.
+                    notes = torch.full((size, NOTES), int(read is None), device=state.device)
+                    parts["gate", k - 1, size] = lambda gate=gate, state=state, notes=notes: gate(
+                        state, notes
+                    ).tolist()
         # Ranks run the same number of times: a unit may wait for the others.
         seconds: Any = medians(parts, repeats=5)
 
@@ -80,8 +85,9 @@ class ExitCosts:
 
         count = len(units.layers)
         return cls(
-            sizes, curves("segment", count), curves("store", count, 1), curves("gate", count - 1)
-        )
+            sizes, curves("segment", count), curves("store", count, 1),
+            curves("gate", count - 1), curves("read", count - 1),
+        )  # fmt: skip
 
     def full_depth(self, requests: int) -> float:
         """Seconds of a pass of so many tokens without gates."""
@@ -96,13 +102,18 @@ class ExitCosts:
         """
         remaining = 1.0
         seconds = self._expected(self.segments[0], requests, remaining)
-        for k, (gate, share) in enumerate(zip(self.gates, shares, strict=True)):
-            seconds += self._expected(gate, requests, remaining)
+        for k, share in enumerate(shares):
+            seconds += self._expected(self.gates[k], requests, remaining)
+            seconds += self._expected(self.reads[k], requests, remaining * share)
             for store in self.stores[k + 1 :]:
                 seconds += self._expected(store, requests, remaining * share)
             remaining *= 1 - share
             seconds += self._expected(self.segments[k + 1], requests, remaining)
         return seconds
+
+    def could_pay(self, requests: int) -> bool:
+        """Whether gates pay if all tokens exit."""
+        return self.with_exits(requests, [1.0] * len(self.gates)) <= self.full_depth(requests)
 
     def break_even(self, requests: int) -> float | None:
         """The least share of exits at every gate that pays; None if none does."""
@@ -120,6 +131,10 @@ class ExitCosts:
         return float(binom.pmf(counts, requests, share) @ seconds)
 
 
+def _nothing(tokens: int) -> None:
+    """In place of reading a head that was read already."""
+
+
 @dataclass
 class Payoff:
     """Chooses, by number of requests, whether to evaluate the gates.
@@ -135,7 +150,6 @@ class Payoff:
     _seen: dict[int, float] = field(default_factory=dict)
     _chosen: dict[int, bool] = field(default_factory=dict)
     _uses: dict[int, int] = field(default_factory=dict)
-    _least: dict[int, float | None] = field(default_factory=dict)
 
     def add(self, number: int, exits: int, tokens: int) -> None:
         """Record what a gate decided."""
@@ -158,19 +172,14 @@ class Payoff:
             gain = self.costs.full_depth(requests) / self.costs.with_exits(requests, shares) - 1
             self._chosen[requests] = gain > (0.0 if self._chosen.get(requests, True) else _GAIN)
             if not self._chosen[requests]:  # one step with gates shows whether more exit by now
-                return self._break_even(requests) is not None
+                return self.costs.could_pay(requests)
         return self._chosen[requests]
-
-    def _break_even(self, requests: int) -> float | None:
-        if requests not in self._least:
-            self._least[requests] = self.costs.break_even(requests)
-        return self._least[requests]
 
     def summary(self, most: int) -> str:
         """For people: from which share of exits on the gates pay."""
         found = []
         for requests in sorted({1, min(8, most), min(32, most)}):
-            least = self._break_even(requests)
+            least = self.costs.break_even(requests)
             when = "never" if least is None else f"from {least:.0%} of tokens that exit"
             found.append(f"{when} at {requests} request{'s' if requests > 1 else ''}")
         return f"gates pay {', '.join(found)}."

@@ -11,7 +11,18 @@ from tide.exits.artifact import Artifact
 from tide.exits.checkpoint import Checkpoint
 from tide.models.fingerprint import config_hash, dtype_name
 from tide.risk import REACTIONS, CertificateQuery, find_certificate
+from tide.strangers import flag, number, optional, share, text, whole
 from tide.vllm import ARCHITECTURES, require_version
+
+_CHOICES = {
+    "mode": ("exit", "lossless"), "on_drift": REACTIONS, "attention": ("subset", "all"),
+    "gates": ("by_cost", "always"),
+}  # fmt: skip
+_CHECKS = {
+    "artifact": optional(text), "risk": optional(share), "delta": share, "uncertified": flag,
+    "threshold_scale": number, "min_layers": whole, "audit_rate": share,
+    "cross_request_drafts": flag, "script": optional(share),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Settings:
             MLPs only, for attention backends whose metadata cannot be cut.
         gates: "by_cost" evaluates them where they pay at that number of requests, by their measured
             costs and the exits seen so far, and elsewhere runs every token at full depth; "always"
-            evaluates them everywhere, so that answers do not depend on the load.
+            evaluates them everywhere, whatever the load.
         cross_request_drafts: in mode "lossless", also draft from recent answers to other requests.
             No request sees the text of another, but a faster answer can reveal that it resembles
             one.
@@ -78,18 +89,31 @@ class Settings:
 
     def _check(self, vllm_config: Any) -> None:
         """Raise for settings that are invalid or that vLLM's configuration does not allow."""
-        if self.mode not in ("exit", "lossless"):
-            raise ConfigError(f"mode is {self.mode!r}; it must be 'exit' or 'lossless'.")
-        if self.on_drift not in REACTIONS:
-            raise ConfigError(
-                f"on_drift is {self.on_drift!r}; it must be one of {', '.join(REACTIONS)}."
-            )
-        if self.gates not in ("by_cost", "always"):
-            raise ConfigError(f"gates is {self.gates!r}; it must be 'by_cost' or 'always'.")
-        if self.attention not in ("subset", "all"):
-            raise ConfigError(f"attention is {self.attention!r}; it must be 'subset' or 'all'.")
+        for name, allowed in _CHOICES.items():
+            if (got := getattr(self, name)) not in allowed:
+                raise ConfigError(f"{name} is {got!r}; it must be one of {', '.join(allowed)}.")
+        try:
+            for name, check in _CHECKS.items():
+                check(getattr(self, name), name)
+        except ValueError as error:
+            raise ConfigError(f"In 'tide', {error}.") from error
         if self.mode == "lossless":
+            speculative = vllm_config.speculative_config
+            if speculative is None or speculative.method != "custom_class":
+                raise ConfigError(
+                    "Mode 'lossless' drafts by speculation, which is not configured. Start with "
+                    "`tide serve MODEL --lossless`, or add --speculative-config "
+                    """'{"method": "custom_class", "model": "tide.vllm.proposer.TableProposer", """
+                    """"num_speculative_tokens": 8}'."""
+                )
             return
+        usual = Settings()
+        for name in ("threshold_scale", "min_layers", "uncertified", "script"):
+            if self.risk is not None and (got := getattr(self, name)) != getattr(usual, name):
+                raise ConfigError(
+                    f"risk {self.risk} serves the gates that were certified; got {name} = {got!r} "
+                    f"beside it. Omit {name}, or omit risk to serve uncertified."
+                )
         if self.artifact is None and self.script is None:
             raise ConfigError(
                 "'tide' names no artifact. Make one with `tide calibrate MODEL -o DIR`, or set "
@@ -100,6 +124,8 @@ class Settings:
                 "'tide' names no risk. Give a certified risk, or 'uncertified': true to serve "
                 "the calibrated thresholds without a certificate."
             )
+        if self.script is None:
+            require_architecture(vllm_config.model_config.hf_config)
         _check_exits(vllm_config)
 
     def load(self, vllm_config: Any) -> tuple[Artifact, list[Checkpoint], float]:
@@ -118,21 +144,33 @@ class Settings:
 
 def _check_exits(vllm_config: Any) -> None:
     """Raise for a configuration of vLLM that early exit does not support."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         raise ConfigError(
             "A full CUDA graph replays the whole model, and exits decide inside it. Add "
             """--compilation-config '{"cudagraph_mode": "PIECEWISE"}'."""
         )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+    if vllm_config.use_v2_model_runner:
+        raise ConfigError(
+            "Early exit needs vLLM's first model runner: the second one warms up with requests "
+            "that cannot be told from real ones. Set VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+    if parallel.pipeline_parallel_size > 1:
         raise UnsupportedModelError(
             "Early exit does not span pipeline stages: pipeline_parallel_size must be 1."
         )
     for what, given in (
-        ("LoRA adapters", vllm_config.lora_config),
-        ("KV transfer", vllm_config.kv_transfer_config),
-        ("quantised weights", vllm_config.model_config.quantization),
-    ):
-        if given is not None:
+        ("LoRA adapters", vllm_config.lora_config is not None),
+        ("KV transfer", vllm_config.kv_transfer_config is not None),
+        ("quantised weights", model.quantization is not None),
+        ("models that take images or sound", model.is_multimodal_model),
+        ("pooling", model.runner_type != "generate"),
+        ("prompts given as embeddings", model.enable_prompt_embeds),
+        ("microbatches", parallel.use_ubatching),
+        ("context parallelism", parallel.decode_context_parallel_size > 1
+         or parallel.prefill_context_parallel_size > 1),
+    ):  # fmt: skip
+        if given:
             raise UnsupportedModelError(
                 f"Early exit does not support {what}: no certificate covers that."
             )
@@ -148,22 +186,26 @@ def _check_exits(vllm_config: Any) -> None:
         )
 
 
+def require_architecture(config: Any) -> None:
+    """Raise unless the plugin has exits for a model, by its config."""
+    names = getattr(config, "architectures", None) or []
+    if not set(names) & set(ARCHITECTURES):
+        raise UnsupportedModelError(
+            f"{', '.join(names) or 'This model'} has no exits in the vLLM plugin. Supported: "
+            f"{', '.join(ARCHITECTURES)}. Drafts work with every model: `tide serve MODEL`."
+        )
+
+
 def require_model(made: Artifact, vllm_config: Any) -> None:
     """Raise unless the artifact is for this model.
 
     Compares the configurations: vLLM shards and packs the weights, so their hash differs.
     """
-    config = vllm_config.model_config.hf_config
-    names = getattr(config, "architectures", None) or []
-    if not set(names) & set(ARCHITECTURES):
-        raise UnsupportedModelError(
-            f"{', '.join(names) or 'This model'} is not supported by the vLLM plugin. Supported: "
-            f"{', '.join(ARCHITECTURES)}."
-        )
-    text = vllm_config.model_config.hf_text_config
-    if made.hidden_size != text.hidden_size or made.fingerprint.config != config_hash(text):
+    text_config = vllm_config.model_config.hf_text_config
+    same = made.fingerprint.config == config_hash(text_config)
+    if made.hidden_size != text_config.hidden_size or not same:
         raise ArtifactError(
             "This artifact was made for another model: the configuration differs. Calibrate this "
             "model with `tide calibrate`."
         )
-    made.require_sizes(text.hidden_size, text.vocab_size)
+    made.require_sizes(text_config.hidden_size, text_config.vocab_size)

@@ -46,19 +46,22 @@ class _Segment(nn.Module):
         return self.norm(hidden_states, residual)
 
 
-class _Attended(nn.Module):
-    """In place of a layer's attention: returns the output that was computed before."""
+class Attended(nn.Module):
+    """In place of attention: returns, once, the output that was computed before."""
 
-    output: Tensor
+    output: Tensor | None = None
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        return self.output
+        """What attention would return."""
+        output, self.output = self.output, None  # a long pass would keep one of each layer alive
+        assert output is not None
+        return output
 
 
-def without_attention(layer: Any) -> Any:
+def without_attention(layer: Any, attended: Attended) -> Any:
     """A copy of a layer, with its weights, whose attention is given."""
     made = copy_of(layer)
-    made.self_attn = _Attended()
+    made.self_attn = attended
     return made
 
 
