@@ -11,7 +11,13 @@ from results import RESULTS, conditions, percent, read, table, times
 MODELS = {"smollm2": (135, 30), "gemma3_270m": (268, 18), "qwen2_5_coder_0_5b": (494, 24),
           "qwen2_5_coder_1_5b": (1544, 28)}  # fmt: skip
 RISKS = ("0.01", "0.02", "0.05")
-BATCHES = (1, 4)
+# Runs of `tide bench`, and the sources of their prompts.
+RUNS = ("modes_{}_batch_1", "modes_{}_batch_4", "modes_{}_certified")
+PROMPTS = {
+    "question.jsonl": "Spec-Bench",
+    "code.jsonl": "HumanEval",
+    "problems.jsonl": "GSM8K, as code",
+}
 DEPTHS = (0.5, 0.75, 0.9)
 
 
@@ -59,16 +65,17 @@ def depth() -> str:
 
 
 def speed() -> str:
-    """What the modes gave, by model and batch."""
-    found = {batch: measured(f"modes_{{}}_batch_{batch}") for batch in BATCHES}
-    runs = [of[model] for model in MODELS for of in found.values() if model in of]
+    """What the modes gave, by model, prompts and batch."""
+    found = [measured(form) for form in RUNS]
+    runs = [of[model] for model in MODELS for of in found if model in of]
     rows = [
-        (name(run), run["conditions"]["batch"], *cells)
+        (name(run), PROMPTS[run["conditions"]["data"]], run["conditions"]["batch"], *cells)
         for run in runs
         for cells in _modes(run["results"])
     ]
-    head = ("model", "batch", "TIDE", "fastest without it", "speed-up", "p20 to p80 of calls",
-            "over `generate`, eager", "tokens that differ", "risk, certified on GSM8K")  # fmt: skip
+    head = ("model", "prompts", "batch", "TIDE", "fastest without it", "speed-up",
+            "p20 to p80 of calls", "over `generate`, eager", "tokens that differ",
+            "certified risk")  # fmt: skip
     return table(head, rows) + conditions(_shared(runs))
 
 

@@ -26,7 +26,7 @@ step() {
   printf '%s: %d s\n' "$name" $((SECONDS - began))
 }
 # last_line FILE COMMAND...: keep the JSON that a command prints at the end.
-last_line() { local out=$1; shift; "$@" --json | tail -1 > "$out"; }
+last_line() { local out=$1; shift; "$@" --json | tail -1 > "$WORK/last_line" && mv "$WORK/last_line" "$out"; }
 weights() { python scripts/weights.py "$1" | tail -1; }
 
 # What calibration makes; the other steps that take DIR need it.
@@ -81,7 +81,8 @@ depth() {
   code_prompts
   tide calibrate "$(weights "$name")" -o "$WORK/depth_$name" --data "$WORK/$data.jsonl" \
     --samples "$samples" --new-tokens "$new" --interval 2 --dtype float32 --threads 2 --engine vllm \
-    --work "$WORK/depth_$name.work" --json | tail -1 > "$R/depth_$name.json"
+    --work "$WORK/depth_$name.work" --json | tail -1 > "$WORK/last_line"
+  mv "$WORK/last_line" "$R/depth_$name.json"
 }
 # modes_of MODEL DATA BATCH PROMPTS OPTIONS...
 modes_of() {
@@ -101,6 +102,20 @@ step gate_costs_qwen2_5_coder_1_5b gate_costs qwen2_5_coder_1_5b
 step certificates_smollm2 python bench/certificates.py "$MODEL" "$WORK/depth_smollm2" \
   --dtype float32 --certify gsm8k --serve spec_bench --sequences 400 --same 200 --fresh 64 --new 48 \
   --threshold-scale 0.125 0.5 1 2 --save "$WORK/depth_smollm2" --out $R/certificates_smollm2.json
+coder_certificates() {
+  local at=$WORK/depth_qwen2_5_coder_0_5b
+  python bench/certificates.py "$(weights qwen2_5_coder_0_5b)" "$at" --dtype float32 \
+    --certify gsm8k_code --serve spec_bench --sequences 320 --same 128 --fresh 48 --new 48 \
+    --threshold-scale 0.25 0.5 1 2 --save "$at.certified" --unused "$WORK/problems.jsonl" \
+    --out $R/certificates_qwen2_5_coder_0_5b.json
+}
+step certificates_qwen2_5_coder_0_5b coder_certificates
+certified_modes() {
+  tide bench "$(weights qwen2_5_coder_0_5b)" "$WORK/depth_qwen2_5_coder_0_5b.certified" \
+    --data "$WORK/problems.jsonl" --batch 1 --samples 13 --dtype float32 --threads 2 --new-tokens 48 \
+    --risk 0.02 --compile --out $R/modes_qwen2_5_coder_0_5b_certified.json
+}
+step modes_qwen2_5_coder_0_5b_certified certified_modes
 step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --risk 0.02
 step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 24 --risk 0.02
 step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13
@@ -122,7 +137,8 @@ step self_drafts self_drafts
 step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
 
 # Speed in transformers.
-step hero python scripts/hero.py "$(weights qwen2_5_coder_0_5b)" "$WORK/depth_qwen2_5_coder_0_5b"
+hero() { python scripts/hero.py "$(weights qwen2_5_coder_0_5b)" "$WORK/depth_qwen2_5_coder_0_5b"; }
+step hero hero
 # A small artifact for the runs that need one.
 small() {
   [ -d "$WORK/small" ] || tide calibrate "$MODEL" -o "$WORK/small" --data scripts/small_prompts.jsonl \

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import tide
 from test_calibrate import run, texts
 from test_generate import GREEDY, WrongHead, artifact, prompts
+from tide.calibration.bounds import betting
 from tide.calibration.data import load_prompts, split_documents
+from tide.calibration.fresh import sample
 from tide.certification import certify, noise_floor
 from tide.config import TIDEConfig
 from tide.engine import TIDE
@@ -251,7 +255,7 @@ def test_certifies_end_to_end_on_prompts_not_used_before(
     assert all(c.threshold_scale == 1.0 and c.estimate == 0.0 for c in found)
     assert found[0].sequences == 260 - 39 - 12  # calibration used 39 to fit, 12 for tuning
     assert found[0].generation == {
-        "do_sample": False, "max_new_tokens": 8, "logits_processors": [],
+        "do_sample": False, "max_new_tokens": 8, "max_prompt": 512, "logits_processors": [],
     }  # fmt: skip
     assert tide.TIDE(model, tmp_path / "router", risk=0.05).certificate == found[0]
     engine = tide.TIDE(model, tmp_path / "router", TIDEConfig(exit_threshold=None, min_layers=0),
@@ -285,6 +289,36 @@ def test_exits_that_are_always_wrong_are_not_certified(model: Any) -> None:
         serve(model, made, risk=0.3)
 
 
+def test_the_order_of_the_prompts_says_nothing_of_their_losses() -> None:
+    """Easy prompts first, as in a file sorted by task, must not bring a certificate."""
+    made = artifact()
+    sorted_texts = [f"{'easy' if k < 300 else 'hard'} {k}" for k in range(400)]
+    drawn = sample(sorted_texts, made, None)
+    assert drawn == sample(sorted_texts, made, None) and sorted(drawn) == sorted(sorted_texts)
+    losses = [0.2 * text.startswith("hard") for text in drawn]
+    assert betting(np.array(sorted(losses)), 0.02) < 0.05 < betting(np.array(losses), 0.02)
+    some = sample(sorted_texts, made, 100)
+    assert 10 < sum(text.startswith("hard") for text in some) < 40
+
+
+def test_a_document_counts_once(tmp_path: Path) -> None:
+    lines = [{"prompt": f"{k} about {k // 4}", "document": f"d{k // 4}"} for k in range(40)]
+    lines += [{"prompt": f"alone {k}"} for k in range(5)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = sample(tmp_path / "data.jsonl", artifact(), None)
+    assert len(found) == 15 and len({text.split()[-1] for text in found}) >= 10
+
+
+def test_a_loss_beyond_its_range_is_refused(model: Any) -> None:
+    made = artifact()
+    made.fingerprint = _fingerprint(model)
+    with pytest.raises(ConfigError, match=r"loss gave -1\.0; it must be between 0 and 1"):
+        certify(
+            model, tiny_tokenizer(), made, texts(20), risk=0.3, loss=lambda p, a: -1.0,
+            new_tokens=4, quiet=True, config=TIDEConfig(min_layers=0),
+        )  # fmt: skip
+
+
 def _fingerprint(model: Any) -> Any:
     return fingerprint(model, locate(model))
 
@@ -297,6 +331,7 @@ def test_the_noise_floor_reads_only_the_logits_it_needs(family: str) -> None:
     hook = model.get_output_embeddings().register_forward_hook(
         lambda module, args, output: kept.append(output.shape[-2])
     )
+    model.generation_config.repetition_penalty = 5.0  # changes tokens, and is no noise
     assert noise_floor(model, tiny_tokenizer(), encoded, 6) == 0.0
     hook.remove()
     assert max(kept) <= 7  # at most six new tokens, and the one after them

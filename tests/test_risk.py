@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,12 +136,21 @@ def test_processors_that_follow_lengths_are_the_same_for_every_prompt() -> None:
 def test_a_certificate_for_sampling_covers_sampling(made: Artifact) -> None:
     sampled = certificate(made, generation={"do_sample": True, "max_new_tokens": 8})
     unlimited = certificate(made, generation={})
+
+    def call(*, sample: bool, new: int, prompt: int = 4) -> Any:
+        options = SimpleNamespace(do_sample=sample, max_length=prompt + new)
+        ids = torch.zeros(1, prompt)
+        return SimpleNamespace(input_ids=ids, logits_processor=[], generation_config=options)
+
     with warnings.catch_warnings():
         warnings.simplefilter("error", UncertifiedWarning)
-        warn_if_uncovered(sampled, sample=True, new_tokens=8)
-        warn_if_uncovered(unlimited, sample=False, new_tokens=10_000)
+        warn_if_uncovered(sampled, call(sample=True, new=8))
+        warn_if_uncovered(unlimited, call(sample=False, new=10_000))
     with pytest.warns(UncertifiedWarning, match="at most 8"):
-        warn_if_uncovered(sampled, sample=True, new_tokens=9)
+        warn_if_uncovered(sampled, call(sample=True, new=9))
+    short = certificate(made, generation={"max_prompt": 16})
+    with pytest.warns(UncertifiedWarning, match="17 tokens of a prompt, and it is for at most 16"):
+        warn_if_uncovered(short, call(sample=False, new=1, prompt=17))
 
 
 def test_an_audit_reads_few_positions_at_once() -> None:

@@ -19,14 +19,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from tide.calibration.answers import answer, pad_left
-from tide.calibration.bounds import betting, learn_then_test
-from tide.calibration.data import Prompt, encode_prompts, load_prompts
+from tide.calibration.bounds import betting, fewest_sequences, learn_then_test
+from tide.calibration.data import encode_prompts
+from tide.calibration.fresh import sample
 from tide.config import TIDEConfig
 from tide.decode.pass_costs import PassCosts
 from tide.engine import TIDE
-from tide.errors import ConfigError, DataError
+from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import TASK_LOSS, TOKEN_LOSS, Certificate
 from tide.models.fingerprint import dtype_name
@@ -82,7 +84,8 @@ def certify(
         model: as it will be deployed: its dtype is part of the certificate.
         tokenizer: its tokenizer.
         artifact: from `calibrate`; a path is written back with the certificates in it.
-        prompts: a file, a data set or texts; those that calibration has used are skipped.
+        prompts: a file, a data set or texts; those that calibration has used are skipped, and of
+            each document one is taken.
         risk: share of tokens that may differ from full depth; one or several.
         delta: probability that a certificate is wrong, for each.
         config: as it will be deployed; `kv_cache_strategy` and `min_layers` matter. Drafts only
@@ -107,7 +110,7 @@ def certify(
     config = config or TIDEConfig(min_layers=made.config.min_layers)
     config = config.with_(mode="exit", exit_threshold=None, audit_tail=True)
     _check(risks, delta, threshold_scales, config)
-    texts = [prompt.text for prompt in unseen(load_prompts(prompts), made)[:samples]]
+    texts = sample(prompts, made, samples)
     encoded = encode_prompts(tokenizer, texts, max_prompt)
     workload = Workload(texts=texts, encoded=encoded, new_tokens=new_tokens, batch=batch)
     with bars(quiet) as bar:
@@ -131,12 +134,17 @@ def certify(
                     )
                 yield runs[k]
 
-        held = {r: learn_then_test(settings(), r, delta) for r in risks}
+        held = {
+            r: learn_then_test(settings(), r, delta)
+            for r in risks
+            if len(texts) >= fewest_sequences(r, delta)  # of fewer, no test shows it
+        }
     exits, dtype = made.exits, dtype_name(model)  # a digest of every tensor, so once
     counted = TOKEN_LOSS if loss is None else TASK_LOSS
     generation = {
         "do_sample": False,
         "max_new_tokens": new_tokens,
+        "max_prompt": max_prompt,
         "logits_processors": own_processors(model, new_tokens),
     }
     data = hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
@@ -162,7 +170,7 @@ def certify(
             tide=version,
         )
         for wanted, last in held.items()
-        if last is not None
+        if last is not None and runs[last].mean() <= wanted
     ]
     # A new test replaces an old one: a bound that was not shown again no longer holds.
     conditions = counted, exits, config.min_layers, dtype, config.kv_cache_strategy
@@ -176,21 +184,6 @@ def certify(
 def _tested(of: Certificate) -> tuple[Any, ...]:
     """The claim that a certificate makes, and its conditions."""
     return of.risk, of.delta, of.loss, of.exits, of.min_layers, of.dtype, of.kv_cache_strategy
-
-
-def unseen(prompts: Sequence[Prompt], made: Artifact) -> list[Prompt]:
-    """The prompts that calibration has not used, nor others of their documents.
-
-    On prompts that it has used, a certificate would be void, and other figures too good.
-    """
-    used = set(made.record.get("used", ()))
-    found = [prompt for prompt in prompts if used.isdisjoint(prompt.keys)]
-    if not found:
-        raise DataError(
-            f"All {len(prompts)} prompts were used in calibration. Give other prompts; calibration "
-            "always reserves a part of its own data for certification."
-        )
-    return found
 
 
 def measure_losses(
@@ -229,9 +222,16 @@ def measure_losses(
         else:
             answers = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
             pairs = zip(workload.texts[some], answers, strict=True)
-            losses += [float(loss(prompt, text)) for prompt, text in pairs]
+            losses += [_within(float(loss(prompt, text))) for prompt, text in pairs]
     progress(len(workload.texts), len(workload.texts))
     return np.asarray(losses)
+
+
+def _within(loss: float) -> float:
+    """A loss, if a test can take it."""
+    if not 0 <= loss <= 1:
+        raise ConfigError(f"loss gave {loss!r}; it must be between 0 and 1. Clip or rescale it.")
+    return loss
 
 
 def own_processors(model: Any, new_tokens: int) -> list[str]:
@@ -253,7 +253,13 @@ def noise_floor(
     model: Any, tokenizer: Any, encoded: Sequence[Sequence[int]], new_tokens: int
 ) -> float:
     """How often full depth differs from itself when a text is read in one pass, not by token."""
-    answers = answer(model, tokenizer, encoded, new_tokens, do_sample=False)
+    own = model.generation_config
+    # Without the processors of its own generation config, which are no noise.
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
+    try:
+        answers = answer(model, tokenizer, encoded, new_tokens, do_sample=False)
+    finally:
+        model.generation_config = own
     differs = total = 0
     for prompt, ids in zip(encoded, answers, strict=True):
         if ids:

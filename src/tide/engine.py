@@ -176,9 +176,7 @@ class TIDE:
         machinery = in_order(machinery, call.logits_processor)
         self._machinery.prepare(len(call.input_ids))
         if self.certificate is not None and machinery.config.mode == "exit":
-            options, given = call.generation_config, call.logits_processor
-            new = int(options.max_length) - call.input_ids.shape[1]
-            warn_if_uncovered(self.certificate, given, sample=options.do_sample, new_tokens=new)
+            warn_if_uncovered(self.certificate, call)
         stats = self.last_stats = ExitStats.of_batch(n, len(call.input_ids))
         self.runner.counts.reset()
         exact = machinery.config.kv_cache_strategy == "deferred"

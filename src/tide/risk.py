@@ -150,21 +150,29 @@ def describe_processors(processors: Iterable[Any]) -> list[str]:
     return [f"{type(processor).__name__}({settings(processor)})" for processor in processors]
 
 
-def warn_if_uncovered(
-    certificate: Certificate, processors: Iterable[Any] = (), *, sample: bool, new_tokens: int
-) -> None:
-    """Warn if a call picks tokens in another way, or may generate more, than was certified."""
-    covered = certificate.generation
+def warn_if_uncovered(certificate: Certificate, call: Any) -> None:
+    """Warn if a call picks tokens in another way, or may be longer, than was certified.
+
+    Args:
+        call: its `input_ids`, `logits_processor` and `generation_config`, as prepared.
+    """
+    covered, options = certificate.generation, call.generation_config
     uncovered = []
-    here, there = describe_processors(processors), covered.get("logits_processors", [])
-    if sample and not covered.get("do_sample", False):
+    here = describe_processors(call.logits_processor)
+    there = covered.get("logits_processors", [])
+    if options.do_sample and not covered.get("do_sample", False):
         uncovered.append("do_sample=True, and it is for greedy decoding")
     elif here != there:
         names = [", ".join(some) or "no logits processors" for some in (here, there)]
         uncovered.append(f"{names[0]}, and it is for {names[1]}")
-    longest = covered.get("max_new_tokens")
-    if longest is not None and new_tokens > longest:
-        uncovered.append(f"up to {new_tokens} new tokens, and it is for at most {longest}")
+    prompt = call.input_ids.shape[1]
+    for limit, got, what in (
+        ("max_new_tokens", int(options.max_length) - prompt, "new tokens"),
+        ("max_prompt", prompt, "tokens of a prompt"),
+    ):
+        most = covered.get(limit)
+        if most is not None and got > most:
+            uncovered.append(f"up to {got} {what}, and it is for at most {most}")
     if uncovered:
         warnings.warn(
             f"The certificate for risk {certificate.risk} does not cover this call: "

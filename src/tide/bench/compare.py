@@ -15,6 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from tide.calibration.answers import until_end
 from tide.engine import TIDE
+from tide.models.costs import synchronize
 from tide.progress import bars
 from tide.stats import ExitStats
 
@@ -50,6 +51,7 @@ class _FirstToken(StoppingCriteria):
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         if self.at is None:
+            synchronize()  # else, on a GPU, the prompt may only be queued
             self.at = time.perf_counter()
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -85,8 +87,10 @@ class EngineMethods:
         tokens = _total(stats, "total_tokens")
         run, full = _total(stats, "layers_run"), _total(stats, "layers_full")
         layers = Counter[int]()
+        losses: list[float] = []
         for of_a_prompt in stats:
             layers.update(of_a_prompt.exits_per_layer)
+            losses += [loss for loss in of_a_prompt.losses if loss is not None]
         by: dict[str, list[ExitStats]] = {}
         for category, of_a_prompt in zip(categories, stats, strict=bool(categories)):
             by.setdefault(category, []).append(of_a_prompt)
@@ -98,8 +102,10 @@ class EngineMethods:
             "exit_rate": round(layers.total() / tokens, 4),
             "exits_per_layer": {str(layer): layers[layer] for layer in sorted(layers)},
             "audited": _total(stats, "audited"),
-            # A share of all tokens, as a risk is; not of the exited tokens.
+            # A share of all tokens, not of the exited ones.
             "disagreement": round(_total(stats, "differed") / tokens, 4),
+            # As a risk: the mean over sequences of that share.
+            "loss": round(statistics.mean(losses), 4) if losses else None,
             "layer_calls_per_token": {
                 category: round(_total(some, "layers_run") / _total(some, "total_tokens"), 2)
                 for category, some in by.items()
@@ -163,6 +169,7 @@ def _timed(
     first = _FirstToken()
     began = time.perf_counter()
     out = method({**prompt, "stopping_criteria": StoppingCriteriaList([first])})
+    synchronize()
     ended = time.perf_counter()
     new = out[:, prompt["input_ids"].shape[1] :].tolist()
     tokens = sum(len(until_end(answer, ends)) for answer in new)
@@ -213,7 +220,9 @@ def _results(
             by: dict[str, list[float]] = {}
             for category, ratio in zip(categories, ratios, strict=True):
                 by.setdefault(category, []).append(ratio)
-            result["by_category"] = {c: round(statistics.mean(r), 3) for c, r in by.items()}
+            result["by_category"] = {
+                c: round(statistics.geometric_mean(r), 3) for c, r in by.items()
+            }
         results.append(result)
     return results
 

@@ -74,6 +74,10 @@ def load_or_measure(
         "strategy": config.exit_strategy,
         "batch": batch,
         "nodes": config.max_tree,
+        # What was measured elsewhere does not count here.
+        "device": str(runner.input_device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
     }
     if path.exists():
         known = read_note(path)

@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -72,21 +73,26 @@ class Documents:
         return digest.hexdigest()[:16]
 
 
-def load_prompts(source: str | Path | Iterable[str], limit: int | None = None) -> list[Prompt]:
+def load_prompts(
+    source: str | Path | Iterable[str], limit: int | None = None, *, streamed: int | None = None
+) -> list[Prompt]:
     """Prompts of a local file, a Hugging Face data set or a list, in their order, without repeats.
 
     Args:
-        source: a `.txt` (a paragraph each), `.jsonl` or `.json` file, also gzipped, whose objects
+        source: a file, also gzipped: `.txt`, a prompt in each line, or `.jsonl`, whose objects
             may name a "category" and a "document"; "starter" for prompts that ship with the
             package, enough for a first look and not for serving; the name of a data set on the hub;
             or the texts themselves.
         limit: most texts to take.
+        streamed: most texts to take of a data set on the hub, which may have no end.
 
     Raises:
         DataError: if there is no such file or data set, or no text in it.
     """
     if isinstance(source, (str, Path)):
         records, name = _records(source), str(source)
+        if limit is None and not _path(source).exists():
+            limit = streamed
     else:
         records, name = map(Prompt, source), "the list given"
     return _nonempty(islice(_distinct(records), limit), name)
@@ -170,7 +176,7 @@ def _records(source: str | Path) -> Iterator[Prompt]:
     path = _path(source)
     if path.exists():
         return _from_file(path)
-    return map(Prompt, _from_hub(str(source)))
+    return _from_hub(str(source))
 
 
 def _distinct(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
@@ -220,8 +226,8 @@ def _parse(line: str, where: str) -> Prompt:
     raise DataError(f"{where} has none of the keys {', '.join(_TEXT_KEYS)}.")
 
 
-def _from_hub(name: str) -> Iterator[str]:
-    """Texts of a data set, streamed, so that only as many as needed are read."""
+def _from_hub(name: str) -> Iterator[Prompt]:
+    """Prompts of a data set, streamed, so that only as many as needed are read."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -243,8 +249,21 @@ def _from_hub(name: str) -> Iterator[str]:
     key = next((k for k in _TEXT_KEYS if first and k in first[0]), None)
     if key is None:
         raise DataError(f"Data set {repository!r} has none of the fields {', '.join(_TEXT_KEYS)}.")
+    if name == "wikitext":
+        yield from _articles(_text(record[key]) for record in records)
+        return
     for record in records:
-        yield _text(record[key])
+        yield Prompt(_text(record[key]), document=str(record.get("document") or ""))
+
+
+def _articles(lines: Iterable[str]) -> Iterator[Prompt]:
+    """The paragraphs of WikiText, each with the title of its article as its document."""
+    title = ""
+    for line in lines:
+        if heading := re.fullmatch(r"\s*= ([^=]+) =\s*", line):
+            title = heading[1]
+        elif not line.lstrip().startswith("="):  # nor the heading of a section
+            yield Prompt(line, document=title)
 
 
 def _text(value: Any) -> str:

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     import json
 
     from tide.calibration.data import load_by_category
-    from tide.certification import unseen
+    from tide.calibration.fresh import unseen
     from tide.errors import ConfigError
     from tide.exits.artifact import Artifact
     from tide.exits.files import write_whole

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
 
     from tide.bench.baselines import compiled_generate
-    from tide.bench.compare import BASELINE, COMPILED
+    from tide.bench.compare import BASELINE, COMPILED, WARM_UP
     from tide.exits.files import write_whole
     from tide.report.difference import first_difference
     from tide.report.live import DepthStreamer, print_legend
@@ -78,7 +78,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return out, len(out) / (time.perf_counter() - began)
 
     if not args.no_compare:  # the first call of a process is slower than later ones
-        engine.generate(**encoded, max_new_tokens=4, do_sample=False)
+        other = _encode(tokenizer, WARM_UP, args.raw).to(model.device)  # else it drafts from itself
+        engine.generate(**other, max_new_tokens=4, do_sample=False)
     name = engine.config.mode
     console.print(f"[dim]{engine.plan}[/dim]")
     tokens, speed = timed(engine.generate, streamer=DepthStreamer(engine, tokenizer, console))

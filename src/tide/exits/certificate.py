@@ -87,7 +87,8 @@ class Certificate:
         if not 0 < values["risk"] < 1 or not 0 < values["delta"] < 1:
             raise ValueError("risk and delta of a certificate must be between 0 and 1")
         generation = values["generation"]
-        optional(whole)(generation.get("max_new_tokens"), "max_new_tokens of a certificate")
+        for limit in ("max_new_tokens", "max_prompt"):
+            optional(whole)(generation.get(limit), f"{limit} of a certificate")
         listed(generation.get("logits_processors", []), "logits_processors of a certificate", text)
         return cls(**values)
 
