@@ -84,6 +84,8 @@ def main() -> None:
     options.add_argument("--certify", choices=SOURCES, default="spec_bench")
     options.add_argument("--serve", choices=SOURCES, default="gsm8k")
     options.add_argument("--dtype", default="bfloat16")
+    options.add_argument("--risk", type=float, nargs="+", default=RISKS)
+    options.add_argument("--skip", type=int, default=0, help="prompts that were used before")
     options.add_argument("--sequences", type=int, default=900)
     options.add_argument("--fresh", type=int, default=200, help="prompts of the other source")
     options.add_argument("--same", type=int, default=100, help="fresh prompts of the same source")
@@ -102,7 +104,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     made = Artifact.load(args.artifact)
-    texts = SOURCES[args.certify]()
+    texts = SOURCES[args.certify]()[args.skip :]
     if args.unused:
         lines = (json.dumps({"prompt": text}) for text in texts[args.sequences + args.same :])
         args.unused.write_text("\n".join(lines) + "\n")
@@ -110,7 +112,7 @@ def main() -> None:
     least = made.config.min_layers if args.min_layers is None else args.min_layers
     config = tide.TIDEConfig(kv_cache_strategy=args.kv, min_layers=least, drafts=())
     found = certify(
-        model, tokenizer, made, texts[: args.sequences], risk=RISKS, new_tokens=args.new,
+        model, tokenizer, made, texts[: args.sequences], risk=args.risk, new_tokens=args.new,
         max_prompt=args.max_prompt, batch=args.batch, threshold_scales=args.threshold_scale,
         config=config, force=True, version=tide.__version__,
     )  # fmt: skip
@@ -135,7 +137,8 @@ def main() -> None:
         kv_cache_strategy=args.kv,
         min_layers=least,
         certified_on=args.certify,
-        risks=list(RISKS),
+        risks=list(args.risk),
+        skipped=args.skip,
         threshold_scale=list(args.threshold_scale),
         batch=args.batch,
         max_prompt=args.max_prompt,

@@ -138,9 +138,10 @@ def test_a_certificate_for_sampling_covers_sampling(made: Artifact) -> None:
     unlimited = certificate(made, generation={})
 
     def call(*, sample: bool, new: int, prompt: int = 4) -> Any:
-        options = SimpleNamespace(do_sample=sample, max_length=prompt + new)
-        ids = torch.zeros(1, prompt)
-        return SimpleNamespace(input_ids=ids, logits_processor=[], generation_config=options)
+        return SimpleNamespace(
+            input_ids=torch.zeros(1, prompt), logits_processor=[], max_length=prompt + new,
+            generation_config=SimpleNamespace(do_sample=sample),
+        )  # fmt: skip
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UncertifiedWarning)

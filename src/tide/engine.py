@@ -15,7 +15,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
-from tide.decode.exits import load_artifact, make_exits
+from tide.decode.exits import load_artifact, make_exits, require_effect
 from tide.decode.machinery import Machinery
 from tide.decode.plan import make_plan
 from tide.decode.score import score_tokens
@@ -105,13 +105,14 @@ class TIDE:
             found, self.config = certified_config(made, query, config, threshold_scale, policy)
             self.certificate, threshold_scale = found, found.threshold_scale
             self.circuit_breaker = CircuitBreaker(DriftMonitor(found.risk, delta), on_drift)
+        require_effect(self.config, threshold_scale)
         self.threshold_scale = 1.0 if threshold_scale is None else threshold_scale
         self.drafter = Drafter(self.config.max_draft, self.config.max_tree)
         exits = partial(make_exits, self.runner, made, self.threshold_scale, policy)
         self._machinery = Machinery(self.runner, exits(self.config), self.config, self.drafter)
         self.plan = make_plan(self._machinery, made.recording, batch)
         if self.config.mode == "auto" and self.plan.config.mode == "lossless":
-            self._machinery.exits.target_head = exits(self.plan.config).target_head  # for trees
+            self._machinery.exits = exits(self.plan.config)  # for trees
         self.config = self._machinery.config = self.plan.config
         self.costs, self.last_stats = self._machinery.costs, ExitStats(self.runner.n_layers)
 
@@ -142,11 +143,11 @@ class TIDE:
         """The loop that `model.generate(custom_generate=...)` calls."""
         options: GenerationConfig = prepared["generation_config"]
         refuse_modes(model, options, prepared)
-        refuse_length(options, self.runner.position_limit)
         call = GenerateCall(
             input_ids, prepared.get("attention_mask"), prepared["logits_processor"],
             prepared["stopping_criteria"], options, streamer,
         )  # fmt: skip
+        refuse_length(call.max_length, self.runner.position_limit)
         with self.runner.lock, torch.inference_mode(False), torch.no_grad():
             sequences = self._decode(call)
         if options.return_dict_in_generate:

@@ -48,26 +48,24 @@ def bind_stop_strings(kwargs: Mapping[str, Any], default: GenerationConfig) -> d
     """Turn `stop_strings` and `tokenizer` into a criterion, as `generate` itself would."""
     kwargs = dict(kwargs)
     tokenizer = kwargs.pop("tokenizer", None)
-    config = kwargs.get("generation_config") or default
-    strings = kwargs.pop("stop_strings", None) or getattr(config, "stop_strings", None)
+    # `generate` fills what a config does not set from the model's own.
+    configs = kwargs.get("generation_config"), default
+    given = [kwargs.pop("stop_strings", None), *(getattr(c, "stop_strings", None) for c in configs)]
+    strings = next((some for some in given if some), None)
     if strings is None:
         return kwargs
     if tokenizer is None:
         raise UnsupportedGenerationError("stop_strings needs tokenizer=... beside it.")
-    if getattr(config, "stop_strings", None) is not None:
-        kwargs["generation_config"] = GenerationConfig.from_dict(
-            {**config.to_dict(), "stop_strings": None}
-        )
     criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(stop_strings=strings, tokenizer=tokenizer))
-    return {**kwargs, "stopping_criteria": criteria}
+    return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
 
 
-def refuse_length(config: GenerationConfig, limit: int | None) -> None:
+def refuse_length(length: int, limit: int | None) -> None:
     """Raise if the output may be longer than rotary positions keep their meaning."""
-    if limit is not None and config.max_length > limit:
+    if limit is not None and length > limit:
         raise UnsupportedGenerationError(
-            f"max_length is {config.max_length}, but this model's rotary positions change meaning "
+            f"max_length is {length}, but this model's rotary positions change meaning "
             f"beyond {limit} tokens (rope type longrope or dynamic), which KV computed before does "
             "not follow. Generate fewer tokens, or use model.generate."
         )

@@ -154,7 +154,7 @@ def warn_if_uncovered(certificate: Certificate, call: Any) -> None:
     """Warn if a call picks tokens in another way, or may be longer, than was certified.
 
     Args:
-        call: its `input_ids`, `logits_processor` and `generation_config`, as prepared.
+        call: its `input_ids`, `logits_processor`, `generation_config` and `max_length`.
     """
     covered, options = certificate.generation, call.generation_config
     uncovered = []
@@ -167,7 +167,7 @@ def warn_if_uncovered(certificate: Certificate, call: Any) -> None:
         uncovered.append(f"{names[0]}, and it is for {names[1]}")
     prompt = call.input_ids.shape[1]
     for limit, got, what in (
-        ("max_new_tokens", int(options.max_length) - prompt, "new tokens"),
+        ("max_new_tokens", call.max_length - prompt, "new tokens"),
         ("max_prompt", prompt, "tokens of a prompt"),
     ):
         most = covered.get(limit)

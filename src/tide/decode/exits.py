@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tide.config import TIDEConfig
 from tide.decode.exit_stage import Exits
@@ -40,6 +41,22 @@ def load_artifact(
     return made
 
 
+def require_effect(config: TIDEConfig, threshold_scale: float | None) -> None:
+    """Raise if a threshold scale was given and no calibrated threshold would be scaled."""
+    fixed = config.mode in ("exit", "auto") and config.exit_threshold is not None
+    if threshold_scale is not None and fixed:
+        raise ConfigError(
+            f"threshold_scale is {threshold_scale}, and scales the calibrated thresholds; got "
+            f"exit_threshold={config.exit_threshold} in their place. Set exit_threshold=None."
+        )
+
+
+def recycles(config: TIDEConfig, runner: Any) -> bool:
+    """Whether full depth's predictions are drafted again: in trees, and so in lossless mode."""
+    trees = config.mode == "lossless" and config.max_tree and runner.takes_trees
+    return bool(trees and config.max_draft and "recycled" in config.drafts)
+
+
 def make_exits(
     runner: DepthRunner,
     artifact: Artifact,
@@ -50,7 +67,8 @@ def make_exits(
     """The exits that are used, by depth.
 
     Checkpoints whose thresholds no token can reach are dropped: a gate that never lets a token
-    exit would only cost time.
+    exit would only cost time. So are all of them where predictions are recycled: exit heads draft
+    where nothing else does, and recycled predictions always draft.
 
     Args:
         threshold_scale: of the calibrated thresholds; see `Thresholds.scaled`.
@@ -60,7 +78,8 @@ def make_exits(
     readout = Readout(parts.norm, parts.head, runner.config, artifact.vocabulary)
     table = ContinuationTable(artifact.table) if artifact.table else None
     checkpoints: list[Checkpoint] = []
-    if config.mode != "off":
+    recycling = recycles(config, runner)
+    if config.mode != "off" and (policy is not None or not recycling):
         # Copies: the caller's artifact may serve another engine, on another device.
         checkpoints = copy.deepcopy(artifact.checkpoints_from(config.min_layers))
     _check_layers(checkpoints, runner.n_layers, config)
@@ -75,8 +94,7 @@ def make_exits(
         gates = [OpenGate(c.head, readout) for c in checkpoints]
     for checkpoint in checkpoints:
         checkpoint.to(runner.input_device, runner.model.dtype)
-    trees = config.mode == "lossless" and config.max_tree
-    if trees and not runner.takes_trees:
+    if config.mode == "lossless" and config.max_tree and not runner.takes_trees:
         warnings.warn(
             f"{runner.model.__class__.__name__} drafts chains only: in its self-check, a draft "
             "tree gave other states than the text does. The output is the same. Set max_tree=0 "
@@ -84,8 +102,7 @@ def make_exits(
             TreeWarning,
             stacklevel=3,
         )
-    recycles = trees and runner.takes_trees and "recycled" in config.drafts
-    make_head = SuccessorHead if recycles else TargetHead
+    make_head = SuccessorHead if recycling else TargetHead
     target_head = make_head(Readout(parts.norm, parts.head, runner.config))
     for gate in gates:
         gate.fuse()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
 from tide.decode.exit_stage import Exits
+from tide.decode.exits import recycles
 from tide.decode.recycled import RecycledPredictions
 from tide.decode.sequence import SequenceState
 from tide.decode.sources import CrossRequestNGrams
@@ -79,6 +80,18 @@ class Machinery:
         """Most nodes of a draft tree; 0 if tokens exit or the model does not take trees."""
         lossless = self.config.mode == "lossless"
         return self.config.max_tree if lossless and self.runner.takes_trees else 0
+
+    @property
+    def recycles(self) -> bool:
+        """Whether full depth's predictions are drafted again."""
+        return recycles(self.config, self.runner)
+
+    def recycled_for(self, indices: Iterable[int]) -> dict[int, RecycledPredictions] | None:
+        """Recycled predictions by index of a sequence; None where nothing is recycled."""
+        if not self.recycles:
+            return None
+        shared = self.recycled if self.config.share_recycled else None
+        return {index: shared or type(self.recycled)() for index in indices}
 
     def _lengths(self, sequences: int) -> Sequence[int]:
         """New tokens for which passes are timed: up to a tree and the token before it."""

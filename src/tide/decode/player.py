@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from tide.config import TIDEConfig
 from tide.decode.batch import BatchState
 from tide.decode.drafter import Drafter
+from tide.decode.exits import recycles
 from tide.decode.loop import DecodeLoop
 from tide.decode.machinery import Listener, Machinery
 from tide.decode.pass_costs import pass_cost
@@ -93,9 +94,11 @@ class Player:
         costs: Sequence[LoopCosts],
         table: ContinuationTable | None,
     ) -> None:
+        self.takes_trees = recording.successors is not None
+        if recycles(setting.config, self):
+            setting = Setting(setting.config)  # as the real engine has no exits then
         self.recording, self.setting, self.costs = recording, setting, costs
         self.seconds, self.deep = 0.0, 0
-        self.takes_trees = recording.successors is not None
         self.n_layers = recording.n_layers
         self.stats = ExitStats.of_batch(self.n_layers, len(recording.prompts))
         self.gates = [_RecordedGate(k) for k in range(len(setting.layers))]
@@ -139,10 +142,7 @@ class Player:
             sequences, self._segments, cache, self.setting.config.max_pending
         )
         runner: Any = self
-        config, recycled = self.setting.config, None
-        if self.machinery.nodes and "recycled" in config.drafts:
-            shared = self.machinery.recycled if config.share_recycled else None
-            recycled = {d: shared or _RecordedPredictions() for d in documents}
+        recycled = self.machinery.recycled_for(documents)
         verifier = Verifier(runner, runner, sampler, self.stats, audits=True, recycled=recycled)
         loop = DecodeLoop(
             self.machinery, batch, mode_of(self.machinery), verifier,

@@ -25,7 +25,6 @@ from tide.decode.sequence import SequenceState
 from tide.decode.sources import DraftSource, draft_sources
 from tide.decode.verify import Verifier
 from tide.errors import UnsupportedGenerationError
-from tide.exits.heads import SuccessorHead
 from tide.stats import ExitStats
 
 
@@ -50,6 +49,11 @@ class GenerateCall:
     stopping_criteria: Any
     generation_config: GenerationConfig
     streamer: Any = None
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence: a criterion that is given replaces that of the config."""
+        return int(self.stopping_criteria.max_length or self.generation_config.max_length)
 
     def __post_init__(self) -> None:
         ids, mask = self.input_ids, self.attention_mask
@@ -89,7 +93,7 @@ class DecodeSession:
         ids, options = call.input_ids, call.generation_config
         pad = getattr(options, "_pad_token_tensor", None)
         padding = 0 if pad is None else int(pad)
-        shape = (len(ids), options.max_length)
+        shape = (len(ids), call.max_length)
         contexts = torch.full(shape, padding, dtype=torch.long, device=ids.device)
         self.sequences = sequences_of(ids, call.attention_mask, contexts)
         self.sampler = Sampler(
@@ -102,10 +106,10 @@ class DecodeSession:
         batch = BatchState(
             self.sequences,
             machinery.exits.segments(runner.n_layers),
-            runner.new_cache(len(ids), options.max_length + machinery.nodes),
+            runner.new_cache(len(ids), call.max_length + machinery.nodes),
             config.max_pending,
         )
-        recycled = _recycled(machinery, self.sequences)
+        recycled = machinery.recycled_for(s.index for s in self.sequences)
         self._loop = DecodeLoop(
             machinery,
             batch,
@@ -182,19 +186,6 @@ def mode_of(machinery: Machinery) -> Mode:
         drafts = "exit" in config.drafts and bool(machinery.exits.checkpoints)
         return Lossless(machinery.drafter, exit_drafts=drafts, clock=machinery.clock)
     return Off()
-
-
-def _recycled(
-    machinery: Machinery, sequences: Sequence[SequenceState]
-) -> Mapping[int, RecycledPredictions] | None:
-    """Recycled predictions by index of a sequence; None where nothing is recycled."""
-    config, recycles = machinery.config, isinstance(machinery.exits.target_head, SuccessorHead)
-    if not (recycles and machinery.nodes and config.max_draft):
-        return None
-    return {
-        s.index: machinery.recycled if config.share_recycled else RecycledPredictions()
-        for s in sequences
-    }
 
 
 def sources_of(

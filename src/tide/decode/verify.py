@@ -84,7 +84,8 @@ class Verifier:
             if sequence.finished:
                 continue
             known = sequence.prompt
-            some = states[i, -min(known, max(1, _PROMPTS // len(sequences))) :]
+            # No more than may be generated: then it takes a small part of the time of decoding.
+            some = states[i, -min(known, sequence.room, max(1, _PROMPTS // len(sequences))) :]
             found = to_host(successors_of(self.runner.logits(some), SUCCESSORS)[:, 1:])
             for position, successors in enumerate(found, known - len(found)):
                 self._learn(sequence, position, successors)
