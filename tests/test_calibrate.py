@@ -20,7 +20,7 @@ from tide.calibration.choose import _PRICES, choose, follow, one_scorer
 from tide.calibration.collect import Collection, CollectPlan
 from tide.calibration.confidence import fit_confidence_model
 from tide.calibration.costs import Costs
-from tide.calibration.data import Prompt, load_prompts, load_texts, split_documents
+from tide.calibration.data import Prompt, _articles, load_prompts, load_texts, split_documents
 from tide.calibration.pipeline import calibrate, checkpoint_layers
 from tide.calibration.replays import record
 from tide.calibration.scores import PARTS, Scores, auc, observe, tuning_documents
@@ -500,3 +500,9 @@ def test_peak_memory_does_not_grow_with_the_documents() -> None:
         )  # fmt: skip
         peaks.append(int(out.stdout))
     assert peaks[1] <= 1.1 * peaks[0], peaks
+
+
+def test_paragraphs_of_an_article_are_one_document() -> None:
+    lines = [" = Sea = \n", "Waves.", " = = Tides = = \n", "The moon.", " = Bread = \n", "Flour."]
+    found = [(prompt.text, prompt.document) for prompt in _articles(lines)]
+    assert found == [("Waves.", "Sea"), ("The moon.", "Sea"), ("Flour.", "Bread")]

@@ -13,18 +13,19 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from test_generate import GREEDY, engine, prompts
+from test_generate import GREEDY, artifact, engine, prompts
 from tide import decoder
 from tide.config import TIDEConfig
 from tide.decode.session import FullDepthWarning
 from tide.engine import TIDE
-from tide.errors import UnsupportedGenerationError
+from tide.errors import ConfigError, UnsupportedGenerationError
 from tiny import tiny_config, tiny_model
 
 
@@ -114,8 +115,43 @@ def test_stop_strings(smollm2_path: Any) -> None:
         in_config = GenerationConfig(**{k: v for k, v in options.items() if k != "tokenizer"})
         out = tide.generate(ids, generation_config=in_config, tokenizer=tokenizer)
         assert torch.equal(out, expected)
+        model.generation_config.stop_strings = options["stop_strings"]
+        assert torch.equal(tide.generate(ids, **GREEDY, tokenizer=tokenizer), expected)
+        model.generation_config.stop_strings = None
     with pytest.raises(UnsupportedGenerationError, match="tokenizer"):
         tide.generate(ids, stop_strings=["seven"])
+
+
+@pytest.mark.parametrize("mode", ["off", "lossless"])
+def test_a_length_criterion_replaces_the_length_of_the_config(mode: str) -> None:
+    model = tiny_model("llama")
+    options = {"do_sample": False, "eos_token_id": None}
+    options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(9 + 40)])
+    expected = model.generate(**prompts(2), **options)
+    assert expected.shape[1] == 9 + 40
+    assert torch.equal(engine(model, mode).generate(**prompts(2), **options), expected)
+
+
+def test_a_threshold_scale_without_effect_is_refused() -> None:
+    model, made = tiny_model("llama"), artifact()
+    options = {"threshold_scale": 0.5, "allow_mismatch": True, "check": False}
+    with pytest.raises(ConfigError, match="Set exit_threshold=None"):
+        TIDE(model, made, TIDEConfig(min_layers=0), **options)
+    TIDE(model, made, TIDEConfig(min_layers=0, exit_threshold=None), **options)
+    TIDE(model, made, TIDEConfig(mode="lossless"), **options)
+
+
+def test_exit_heads_are_left_out_where_predictions_are_recycled() -> None:
+    model, options = tiny_model("llama"), {"allow_mismatch": True}
+
+    def checkpoints(**config: Any) -> int:
+        made = TIDE(
+            model, artifact(), TIDEConfig(mode="lossless", min_layers=0, **config), **options
+        )
+        return len(made._machinery.exits.checkpoints)
+
+    assert checkpoints() == 0  # in trees
+    assert checkpoints(max_tree=0) == checkpoints(drafts=("exit",)) == len(artifact().checkpoints)
 
 
 def test_generation_config_and_dict_output() -> None:
