@@ -66,8 +66,8 @@ def depth() -> str:
 
 def speed() -> str:
     """What the modes gave, by model, prompts and batch."""
-    found = [measured(form) for form in RUNS]
-    runs = [of[model] for model in MODELS for of in found if model in of]
+    names = [form.format(model) for model in MODELS for form in RUNS]
+    runs = [read(name) for name in names if (RESULTS / f"{name}.json").exists()]
     rows = [
         (name(run), PROMPTS[run["conditions"]["data"]], run["conditions"]["batch"], *cells)
         for run in runs

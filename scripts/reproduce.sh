@@ -106,14 +106,22 @@ coder_certificates() {
   local at=$WORK/depth_qwen2_5_coder_0_5b
   python bench/certificates.py "$(weights qwen2_5_coder_0_5b)" "$at" --dtype float32 \
     --certify gsm8k_code --serve spec_bench --sequences 320 --same 128 --fresh 48 --new 48 \
-    --threshold-scale 0.25 0.5 1 2 --save "$at.certified" --unused "$WORK/problems.jsonl" \
-    --out $R/certificates_qwen2_5_coder_0_5b.json
+    --threshold-scale 0.25 0.5 1 2 --save "$at.certified" --out $R/certificates_qwen2_5_coder_0_5b.json
 }
 step certificates_qwen2_5_coder_0_5b coder_certificates
+# On other prompts, since the first test has shown no risk below 5 %.
+strict_certificates() {
+  local at=$WORK/depth_qwen2_5_coder_0_5b.certified
+  python bench/certificates.py "$(weights qwen2_5_coder_0_5b)" "$at" --dtype float32 \
+    --certify gsm8k_code --serve spec_bench --risk 0.01 0.02 --skip 448 --sequences 320 --same 96 \
+    --fresh 32 --new 48 --threshold-scale 0.06 0.125 --save "$at" --unused "$WORK/problems.jsonl" \
+    --out $R/certificates_qwen2_5_coder_0_5b_strict.json
+}
+step certificates_qwen2_5_coder_0_5b_strict strict_certificates
 certified_modes() {
   tide bench "$(weights qwen2_5_coder_0_5b)" "$WORK/depth_qwen2_5_coder_0_5b.certified" \
-    --data "$WORK/problems.jsonl" --batch 1 --samples 13 --dtype float32 --threads 2 --new-tokens 48 \
-    --risk 0.02 --compile --out $R/modes_qwen2_5_coder_0_5b_certified.json
+    --data "$WORK/problems.jsonl" --batch 1 --samples 8 --dtype float32 --threads 2 --new-tokens 48 \
+    --risk 0.02 0.05 --compile --out $R/modes_qwen2_5_coder_0_5b_certified.json
 }
 step modes_qwen2_5_coder_0_5b_certified certified_modes
 step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --risk 0.02

@@ -77,7 +77,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_simulation": risk.vllm_simulation,
     "certificates": lambda: risk.certificates("spec_bench", "gsm8k"),
     "certificates_fp32": lambda: risk.certificates("smollm2"),
-    "certificates_coder": lambda: risk.certificates("qwen2_5_coder_0_5b"),
+    "certificates_coder": lambda: risk.certificates(
+        "qwen2_5_coder_0_5b", "qwen2_5_coder_0_5b_strict"
+    ),
     "noise_floor": risk.noise_floor,
     "attack": risk.attack,
     "lm_eval": risk.lm_eval,

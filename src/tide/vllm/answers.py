@@ -51,7 +51,7 @@ class VllmAnswers:
             # Both engines load the model, so each gets less than half of the memory.
             "gpu_memory_utilization": 0.45,
         }  # fmt: skip
-        if eager:  # vLLM would count the memory of the other engine as its own, and find none left
+        if eager:  # vLLM would count the memory of the other engine as its own
             options["kv_cache_memory_bytes"] = 4 << 30
         set_threads = torch.set_num_threads  # vLLM's worker for CPUs disables it in its process
         try:
