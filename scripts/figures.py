@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import reference
-from headline_tables import CODER
+from headline_tables import CERTIFIED
 from results import percent, read, times
 
 
@@ -123,8 +123,18 @@ def _gate(answer: str) -> float:
     return read("gate_costs_smollm2")["results"]["uncompiled"][answer]
 
 
-def _coder(method: str) -> dict[str, Any]:
-    return _method(read(CODER)["results"], f"{method}, compiled")
+def _coder(method: str, source: str = "modes_qwen2_5_coder_0_5b_batch_1") -> dict[str, Any]:
+    return _method(read(source)["results"], f"{method}, compiled")
+
+
+def _median(method: str, source: str) -> str:
+    return times(_coder(method, source)["per_prompt_speedup"]["p50"])
+
+
+def _gain(source: str, *methods: str) -> str:
+    """Of exits beside drafts over drafts alone, in runs of the same settings."""
+    alone = _coder("lossless", source)["ms_per_token"]
+    return _span([alone / _coder(m, source)["ms_per_token"] for m in methods], "{:.2f}x")
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -133,10 +143,20 @@ FIGURES: dict[str, Callable[[], str]] = {
     "coder_exits": lambda: times(_coder("exit without drafts")["speedup"]),
     "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b"),
     "coder_differ": lambda: percent(_coder("auto")["disagreement"]),
-    "coder_gain": lambda: _span(
+    "coder_gain": lambda: _gain(
+        "modes_qwen2_5_coder_0_5b_batch_1", "exit, threshold scale 1", "auto"
+    ),
+    "certified_auto": lambda: _median("auto, risk 0.02", CERTIFIED),
+    "certified_lossless": lambda: _median("lossless", CERTIFIED),
+    "certified_alone": lambda: _median("exit without drafts, risk 0.02", CERTIFIED),
+    "certified_gain": lambda: _gain(CERTIFIED, "exit, risk 0.02", "auto, risk 0.02"),
+    "certified_estimate": lambda: percent(
+        _coder("auto, risk 0.02", CERTIFIED)["certificate"]["estimate"]
+    ),
+    "certified_uncompiled": lambda: _span(
         [
-            _coder("lossless")["ms_per_token"] / _coder(method)["ms_per_token"]
-            for method in ("exit, threshold scale 1", "auto")
+            _method(read(CERTIFIED)["results"], m)["per_prompt_speedup"]["p50"]
+            for m in ("lossless", "auto, risk 0.02")
         ],
         "{:.2f}x",
     ),
