@@ -162,7 +162,7 @@ def test_drafts_without_an_artifact_keep_the_token_ids_of_vllm(
     counts = found["counts"]
     assert 0 < counts["tide:accepted_tokens_total"] < counts["tide:drafted_tokens_total"]
     assert counts["tide:draft_steps_total drafted"] > 0
-    assert found["step_costs"] is None  # an eager engine on a CPU does not warm up
+    assert found["step_costs"] == {}  # an eager engine on a CPU does not warm up
 
 
 def test_steps_are_measured_while_a_compiled_engine_warms_up(tmp_path: Path) -> None:
