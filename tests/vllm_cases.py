@@ -133,8 +133,9 @@ def answer(given: dict[str, Any]) -> Any:
         read = History.tokens
 
         def seen_by_gates(*args: Any) -> Any:
-            histories.append(read(*args).tolist())
-            return read(*args)
+            found = read(*args)
+            histories.append(found.tolist())
+            return found
 
         History.tokens = seen_by_gates  # type: ignore[method-assign]
     found: dict[str, Any] = {
