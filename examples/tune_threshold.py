@@ -39,7 +39,7 @@ batch = tokenizer.apply_chat_template(
 
 # `audit_tail` checks the last tokens too, so that every exited token is counted.
 settings = tide.TIDEConfig(exit_threshold=None, drafts=(), audit_tail=True)
-runs = [("exit_threshold", t, settings.with_(exit_threshold=t), 1.0) for t in args.thresholds]
+runs = [("exit_threshold", t, settings.with_(exit_threshold=t), None) for t in args.thresholds]
 runs += [("threshold_scale", scale, settings, scale) for scale in args.threshold_scale]
 
 print(f"{'setting':>22}  {'exit rate':>10}  {'layer calls saved':>17}  disagreement")

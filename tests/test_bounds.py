@@ -107,7 +107,7 @@ def test_a_risk_needs_a_minimum_of_sequences_even_if_no_token_differs(risk: floa
 def test_the_engine_loses_what_scripted_gates_let_exit() -> None:
     """So the risk of a setting is known in `bench/certify_simulation.py`."""
     model, made = scripted_model()
-    draw = Draw(np.random.default_rng(0), 16)
+    draw = Draw(np.random.default_rng(0), 24)
     certified, losses = tide.certification.measure_losses, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
