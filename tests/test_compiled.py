@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -48,7 +47,8 @@ def _fresh() -> Iterator[None]:
 
 @pytest.fixture
 def traced(monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: compile(f, **o | {"backend": "eager"}))
 
 
 def random_ids(sequences: int, tokens: int) -> Tensor:

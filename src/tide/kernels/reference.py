@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from tide.kernels.arguments import Candidates, Confidence, Head, Norm, Router
 from tide.kernels.arithmetic import (
@@ -17,6 +16,7 @@ from tide.kernels.arithmetic import (
     successors_of,
     top_of,
 )
+from tide.kernels.linear import linear
 
 
 def top_token(

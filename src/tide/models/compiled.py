@@ -22,6 +22,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from tide.config import MOST_NODES
 from tide.errors import SelfCheckError
+from tide.kernels.linear import backend_of
 from tide.kernels.operators import append_kv_on
 from tide.models.cache import WaterlineCache
 from tide.models.chunk import Chunk, Places
@@ -208,10 +209,13 @@ class CompiledRunner(SegmentRunner):
         hidden: Tensor | None = None
         # On a GPU, CUDA graphs: there the host is what a step waits for.
         mode = "reduce-overhead" if self.input_device.type == "cuda" else None
+        backend = backend_of(self.input_device, self.model.dtype, sequences * new_tokens)
         for (lo, hi), then in stages:
             segment = self._segment(lo, hi, False)
             uncompiled = make_pass(segment, lo, self.config, self.model.dtype, then)
-            graph = torch.compile(uncompiled, fullgraph=True, dynamic=False, mode=mode)
+            graph = torch.compile(
+                uncompiled, fullgraph=True, dynamic=False, backend=backend, mode=mode
+            )
             stage = CompiledStage(lo, hi, then, segment, graph, uncompiled.__code__)
             chunk = got.open(tokens, (lo, hi), device=self.input_device)
             got.reserve(chunk.spare + 1)

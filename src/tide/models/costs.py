@@ -17,7 +17,8 @@ from tide.models.tokens import NOTES, TokenBatch
 
 _Name = TypeVar("_Name", bound=Hashable)
 
-LENGTHS = (1, 2, 4, 8)  # new tokens of each sequence for which passes are timed
+# New tokens of each sequence for which passes are timed. A product of 4 may cost twice one of 3.
+LENGTHS = (1, 2, 3, 4, 6, 8)
 _CONTEXT = 64
 _REPEATS = 2, 5  # at least, however long they take, and at most
 

@@ -1,0 +1,115 @@
+"""Linear maps of few tokens: equal to torch's own, and only where they are faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear as reference
+
+from tide.kernels import linear as ours
+from tide.models.compiled import CompiledRunner
+from tiny import tiny_model
+
+
+@pytest.fixture
+def anew(monkeypatch: Any) -> Iterator[None]:
+    """Nothing was built yet, in this process."""
+    monkeypatch.setattr(ours, "_built", [])
+    ours.operator.cache_clear()
+    yield
+    ours.operator.cache_clear()
+
+
+@pytest.fixture
+def built(anew: None, monkeypatch: Any) -> Any:
+    """The operator, whether it is faster here or not."""
+    monkeypatch.setattr(ours, "_is_faster", lambda own: True)
+    found = ours.operator()
+    assert found is not None
+    return found
+
+
+@torch.no_grad()
+def test_it_equals_that_of_torch(built: Any) -> None:
+    torch.manual_seed(0)
+    for inputs, outputs in ((16, 4), (19, 18), (1, 1), (896, 33)):
+        weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+        for tokens in (*range(1, 15), 24, 25, 40):
+            x = torch.randn(2, tokens, inputs)
+            for of in (x, x[:1], x[0], x.transpose(0, 1)):
+                for added in (None, bias):
+                    expected = reference(of, weight, added)
+                    torch.testing.assert_close(
+                        built(of, weight, added), expected, atol=1e-4, rtol=1e-4
+                    )
+                    assert ours.linear(of, weight, added).shape == expected.shape
+    x, weight = torch.randn(5, 16, dtype=torch.float64), torch.randn(3, 16, dtype=torch.float64)
+    assert torch.equal(ours.linear(x, weight), reference(x, weight))
+
+
+@torch.no_grad()
+def test_few_tokens_are_multiplied_by_our_own(built: Any) -> None:
+    """Those of 4 to 24 tokens have other last bits than torch's; fewer and more have the same."""
+    torch.manual_seed(0)
+    weight = torch.randn(640, 700)
+    same = {}
+    for tokens in (1, 3, 4, 24, 25):
+        x = torch.randn(tokens, 700)
+        same[tokens] = torch.equal(built(x, weight), reference(x, weight))
+    assert same == {1: True, 3: True, 4: False, 24: False, 25: True}
+
+
+@pytest.mark.usefixtures("built")
+def test_graphs_of_several_tokens_have_it(monkeypatch: Any) -> None:
+    """One linear map of the graph for each of the model, and none by torch."""
+    graphs: list[torch.fx.GraphModule] = []
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx",
+        lambda graph, *_, **__: graphs.append(graph) or graph,
+    )
+    model = tiny_model("llama")
+    runner = CompiledRunner(model)
+    for _ in runner.prepare([((0, 6), lambda states, notes: notes[..., 0])], 1):
+        pass
+    one, several = ([node.target for node in graph.graph.nodes] for graph in graphs)
+    assert torch.ops.tide.linear.default not in one and reference not in several
+    maps = [m for layer in model.model.layers for m in layer.modules() if isinstance(m, nn.Linear)]
+    assert several.count(torch.ops.tide.linear.default) == one.count(reference) == len(maps) > 0
+
+
+@pytest.mark.usefixtures("anew")
+def test_without_a_compiler_torch_does_it(monkeypatch: Any) -> None:
+    def none(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no compiler found")
+
+    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", none)
+    assert ours.operator() is None
+    assert ours.backend_of(torch.device("cpu"), torch.float32, 5) == "inductor"
+    x, weight = torch.randn(5, 16), torch.randn(3, 16)
+    assert torch.equal(ours.linear(x, weight), reference(x, weight))
+
+
+@pytest.mark.usefixtures("anew")
+def test_where_it_is_slower_torch_does_it(monkeypatch: Any) -> None:
+    monkeypatch.setattr(ours, "_is_faster", lambda own: False)
+    assert ours.operator() is None and not ours._built
+
+
+@pytest.mark.usefixtures("anew")
+def test_reference_kernels_are_those_of_torch(monkeypatch: Any) -> None:
+    monkeypatch.setenv("TIDE_KERNELS", "reference")
+    assert ours.operator() is None
+
+
+def test_other_dtypes_and_devices_and_single_tokens_are_left_to_torch(built: Any) -> None:
+    cpu = torch.device("cpu")
+    assert ours.backend_of(cpu, torch.float32, 5) != "inductor"
+    assert ours.backend_of(cpu, torch.float32, 1) == "inductor"
+    assert ours.backend_of(cpu, torch.bfloat16, 5) == "inductor"
+    assert ours.backend_of(torch.device("cuda"), torch.float32, 5) == "inductor"
+    with torch.autocast("cpu"):
+        assert ours.backend_of(cpu, torch.float32, 5) == "inductor"
