@@ -43,6 +43,21 @@ def gate_costs() -> str:
     return table(head, rows) + conditions(_shared(found.values()))
 
 
+def few_tokens() -> str:
+    """What the linear maps of a pass cost by the number of tokens, as a multiple of one token."""
+    found = measured("few_tokens_{}")
+    rows = []
+    for of in found.values():
+        times = of["results"]
+        one = times["1"]["torch_ms"]
+        for way, label in (("torch", "torch"), ("tide", "`tide::linear`")):
+            rows.append((name(of), label, f"{one:.0f}",
+                         *(f"{by[f'{way}_ms'] / one:.2f}" for by in times.values())))  # fmt: skip
+    tokens = next(iter(found.values()))["results"]
+    head = ("model", "linear maps by", "one token, ms", *tokens)
+    return table(head, rows) + conditions(_shared(found.values()))
+
+
 def depth() -> str:
     """What calibration found, by model."""
     rows, found = [], measured("depth_{}")

@@ -99,6 +99,12 @@ gate_costs() {
 }
 step gate_costs_smollm2 gate_costs smollm2
 step gate_costs_qwen2_5_coder_1_5b gate_costs qwen2_5_coder_1_5b
+few_tokens() {
+  python bench/few_tokens.py "$(weights "$1")" --out "$R/few_tokens_$1.json"
+}
+step few_tokens_smollm2 few_tokens smollm2
+step few_tokens_qwen2_5_coder_0_5b few_tokens qwen2_5_coder_0_5b
+step few_tokens_qwen2_5_coder_1_5b few_tokens qwen2_5_coder_1_5b
 step certificates_smollm2 python bench/certificates.py "$MODEL" "$WORK/depth_smollm2" \
   --dtype float32 --certify gsm8k --serve spec_bench --sequences 400 --same 200 --fresh 64 --new 48 \
   --threshold-scale 0.125 0.5 1 2 --save "$WORK/depth_smollm2" --out $R/certificates_smollm2.json

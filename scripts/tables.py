@@ -69,6 +69,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "models_depth": models.depth,
     "models_speed": models.speed,
     "gate_costs": models.gate_costs,
+    "few_tokens": models.few_tokens,
     "self_drafts": calibration.self_drafts,
     "prefill": calibration.prefill,
     "replay": calibration.replay,

@@ -20,7 +20,7 @@ from tide.decode.exits import TreeWarning
 from tide.decode.growth import NodeRates, TreeSource
 from tide.decode.loop import DecodeLoop
 from tide.decode.matches import ContextMatches
-from tide.decode.pass_costs import PassCosts
+from tide.decode.pass_costs import PassCosts, pass_cost
 from tide.decode.recycled import RecycledPredictions
 from tide.decode.sources import CrossRequestNGrams
 from tide.decode.tree import NO_ORIGIN, DraftTree
@@ -305,3 +305,26 @@ def test_sizes_of_trees_follow_what_passes_cost() -> None:
     assert sizes[0] == [64, 64]
     assert 0 < sizes[1][0] <= 8
     assert sizes[2] == [0, 0]
+
+
+def test_what_trees_gave_lately_bounds_what_is_expected_of_them() -> None:
+    """Nodes are chosen by their chance, so those that look too good are chosen first."""
+    costs = {1: 1.0, 2: 1.2, 3: 1.4, 5: 1.8, 9: 2.6}
+    tree = DraftTree([1, 2, 3, 4], [-1, 0, 1, 2], [NO_ORIGIN] * 4, [0.8, 0.6, 0.5, 0.4])
+    drafter = Drafter(limit=8, nodes=8)
+    assert drafter.rates.held == 1 and drafter._best_length(costs, 1, [tree]) == 4
+    for _ in range(200):
+        tree.path = [0]  # 1 of 2.3
+        drafter.rates.record(tree)
+    assert drafter.rates.held == pytest.approx(1 / 2.3, rel=0.05)
+    assert drafter._best_length(costs, 1, [tree]) == 2
+    for _ in range(200):
+        tree.path = []
+        drafter.rates.record(tree)
+    assert drafter._best_length(costs, 1, [tree]) == 0
+
+
+def test_a_pass_is_not_taken_to_cost_more_than_a_longer_one() -> None:
+    known = {1: 1.0, 5: 3.0, 6: 2.0}
+    assert [pass_cost(known, n) for n in (1, 2, 3, 5, 6)] == [1.0, 1.5, 2.0, 2.0, 2.0]
+    assert pass_cost(known, 7) > 2.0

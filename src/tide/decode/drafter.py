@@ -232,7 +232,7 @@ class Drafter:
     def _chances(self, draft: Draft | DraftTree) -> Iterable[float]:
         """The chance of each token of a draft that it is accepted with all that it follows."""
         if isinstance(draft, DraftTree):
-            return draft.chances
+            return [self.rates.held * chance for chance in draft.chances]
         return self.accepted.reach(draft.draft_type, len(draft.tokens))
 
     def _tries(self, drafts: Mapping[int, Draft | DraftTree]) -> dict[int, int]:

@@ -20,6 +20,7 @@ from tide.exits.table import ContinuationTable
 
 _HOPELESS = 0.004  # chance below which a node is not worth its place in any pass
 _FADE = 0.998  # weight of what was known before each outcome
+_FADE_TREES = 0.98
 _ASSUMED = 16.0  # outcomes that the assumed rates count for
 # Rates from which each source starts, by the entry of an `Origin`.
 _CONTEXT = (0.0, 0.2, 0.35, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8)
@@ -33,6 +34,16 @@ class NodeRates:
     """How often nodes whose parents were accepted were accepted too, by what stands behind them."""
 
     _rates: dict[Origin, list[float]] = field(default_factory=dict)  # accepted, tried; they fade
+    _trees: list[float] = field(default_factory=lambda: [_ASSUMED, _ASSUMED])  # as `_rates`
+
+    @property
+    def held(self) -> float:
+        """Of what the chances of trees lately added up to, the share that was accepted.
+
+        The likeliest nodes are taken, so the most overrated are; few of them have known rates.
+        """
+        accepted, expected = self._trees
+        return accepted / expected
 
     def of(self, origin: Origin) -> float:
         """The share of nodes that were accepted."""
@@ -49,6 +60,11 @@ class NodeRates:
 
     def record(self, tree: DraftTree) -> None:
         """Learn from a tree that is decided."""
+        accepted, expected = self._trees
+        self._trees = [
+            _FADE_TREES * accepted + len(tree.path),
+            _FADE_TREES * expected + sum(tree.chances),
+        ]
         path = {-1, *tree.path}
         for node, (parent, origin) in enumerate(zip(tree.parents, tree.origins, strict=True)):
             if parent in path:

@@ -75,11 +75,15 @@ def _distance(one: _Bucket, other: _Bucket) -> int:
 
 
 def pass_cost(known: Mapping[int, float], tokens: int) -> float:
-    """Seconds of a step: as measured at this length, else from the nearest lengths measured."""
+    """Seconds of a step: as measured at this length, else from the nearest lengths measured.
+
+    Never more than a longer one takes: what is seldom used may rest on one slow step.
+    """
     below = max((t for t in known if t <= tokens), default=1)
     above = min((t for t in known if t >= tokens), default=None)
     if above is None:
         # Beyond what was measured, assume that a longer pass costs a little more.
         return known[below] * (1 + 0.02 * (tokens - below))
     share = (tokens - below) / max(above - below, 1)
-    return (1 - share) * known[below] + share * known[above]
+    found = (1 - share) * known[below] + share * known[above]
+    return min(found, *(seconds for longer, seconds in known.items() if longer >= above))

@@ -1,7 +1,7 @@
 // A linear map of few tokens: y[t] = weight x[t] + bias, each row of the weight read once.
 //
 // A tile is some rows of the weight times some tokens, with all of its sums in registers. The rows
-// stay in the first cache until every token has met them, so memory is read as for one token.
+// stay in a cache until every token has met them, so memory is read as for one token.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -26,7 +26,7 @@ constexpr int kLanes = 8, kTokens = 2;
 constexpr int kRows = 4;
 // Of fewer tokens, torch's own product reads each weight once too; of more, arithmetic is what
 // takes time, and torch's is tuned.
-constexpr int64_t kFewest = 4, kMost = 24;
+constexpr int64_t kFewest = 4, kMost = 20;
 constexpr int64_t kWorthAThread = 1 << 16;  // products
 
 typedef float Vector __attribute__((vector_size(4 * kLanes)));
@@ -82,7 +82,9 @@ bool takes(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
   const auto fits = [](const at::Tensor& of) {
     return of.scalar_type() == at::kFloat && of.is_cpu() && of.is_contiguous();
   };
-  return fits(x) && fits(weight) && (!bias || fits(*bias)) && weight.dim() == 2 && x.dim() > 1;
+  if (!fits(x) || !fits(weight) || x.dim() < 2 || weight.dim() != 2) return false;
+  const bool added = !bias || (fits(*bias) && bias->dim() == 1 && bias->size(0) == weight.size(0));
+  return added && weight.size(1) == x.size(-1);  // else torch's own tells what is wrong
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,

@@ -8,6 +8,8 @@ tokens, or catches up on a few that exited, would cost what two or three passes 
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Sequence
 from functools import cache, partial
@@ -22,14 +24,19 @@ from torch.library import register_fake
 
 from tide.kernels.dispatch import wanted_backend
 
-_TRIED = 8, 2048, 2048  # tokens, inputs and outputs
+_log = logging.getLogger(__name__)
 
-_built: list[Any] = []  # the operator, once it was wanted and found faster
+_TRIED = 8, 20  # tokens
+_SIZE = 4096  # inputs and outputs; most caches hold no such matrix
+_FASTER = 0.95  # of torch's time: near it, chance would decide
+
+_lock = threading.Lock()
+_built: list[Any] = []  # the operator, once a graph has it
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `torch.nn.functional.linear`, by the operator if there is one; without gradients."""
-    own = _built and _takes(x.device, x.dtype)
+    """As `torch.nn.functional.linear`, without gradients; as in graphs, once there are some."""
+    own = _built and _takes(x.device, x.dtype) and wanted_backend() != "reference"
     return _built[0](x, weight, bias) if own else nn.functional.linear(x, weight, bias)
 
 
@@ -47,8 +54,8 @@ def _compile_with(own: Any, graph: torch.fx.GraphModule, inputs: Sequence[Any]) 
     from torch._inductor.compile_fx import compile_fx  # takes a second
 
     for node in graph.graph.nodes:
-        types = {type(of.meta.get("example_value")) for of in node.all_input_nodes}
-        if node.target is nn.functional.linear and types == {FakeTensor}:  # not quantised
+        of = [each.meta.get("example_value") for each in node.all_input_nodes]
+        if node.target is nn.functional.linear and all(map(_is_taken, of)):
             node.target = own
     graph.recompile()
     return compile_fx(graph, inputs)
@@ -59,24 +66,38 @@ def _takes(device: torch.device, dtype: torch.dtype) -> bool:
     return wanted and not torch.is_autocast_enabled("cpu")
 
 
+def _is_taken(value: Any) -> bool:
+    """Whether a tensor of a graph is one that the operator takes: not quantised, not elsewhere."""
+    return type(value) is FakeTensor and _takes(value.device, value.dtype)
+
+
 @cache
 def operator() -> Any:
     """`tide::linear`, compiled; None where there is no compiler, or torch's own is as fast."""
     if wanted_backend() == "reference":
         return None
+    with _lock:
+        if not _load() or not _is_faster(torch.ops.tide.linear.default):
+            return None
+        _built[:] = [torch.ops.tide.linear.default]
+        return _built[0]
+
+
+def _load() -> bool:
+    """Compile and register it, once; whether that worked."""
+    if hasattr(torch.ops.tide, "linear"):
+        return True
     from torch._inductor.codecache import CppCodeCache  # takes a second
 
     source = files("tide.kernels").joinpath("few_tokens.cpp").read_text()
     try:
-        CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))  # multiply and add in one
-    except Exception:  # whatever a compiler may raise, or there is none
-        return None
+        # Multiply and add in one.
+        CppCodeCache.load_async(source, extra_flags=("-ffp-contract=fast",))()
+    except Exception as error:  # whatever a compiler may raise, or there is none
+        _log.debug("tide::linear cannot be compiled, so torch's own product runs: %s", error)
+        return False
     register_fake("tide::linear", _fake)
-    found = torch.ops.tide.linear.default
-    if not _is_faster(found):
-        return None
-    _built.append(found)
-    return found
+    return True
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -85,14 +106,16 @@ def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @torch.no_grad()
 def _is_faster(own: Any) -> bool:
-    """Whether it is, by a matrix that is too large for most caches."""
-    tokens, inputs, outputs = _TRIED
-    x, weight = torch.ones(tokens, inputs), torch.ones(outputs, inputs)
+    """Whether it is, where weights come from memory."""
+    on_cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+    weight = torch.ones(_SIZE, _SIZE, **on_cpu)
+    some = [torch.ones(tokens, _SIZE, **on_cpu) for tokens in _TRIED]
     seconds: dict[Any, list[float]] = {own: [], nn.functional.linear: []}
-    for _ in range(10):
+    for _ in range(8):
         for way, times in seconds.items():
             began = time.perf_counter()
-            way(x, weight)
+            for x in some:
+                way(x, weight)
             times.append(time.perf_counter() - began)
     ours, torchs = map(median, seconds.values())
-    return ours < torchs
+    return ours < _FASTER * torchs

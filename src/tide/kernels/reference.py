@@ -1,4 +1,7 @@
-"""The meaning of each operation, in torch alone: what every faster version must equal."""
+"""The meaning of each operation, in torch: what every faster version must equal.
+
+Only `linear` may be our own on a CPU, once there are compiled graphs; see `linear.py`.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from tide.models.tokens import NOTES, TokenBatch
 
 # New tokens of a sequence in a compiled pass; longer ones, as prompts are, are not compiled.
 LONGEST = 1 + MOST_NODES
-_SEVERAL = 3, 5  # sequences and tokens with which "several" is compiled; any others will do
+_SEVERAL = 4, 5  # sequences and tokens with which "several" is compiled; any others will do
 _PROMPT = 7  # tokens of the prompts on which graphs are proven
 
 # From packed places, hidden states, keys and values to states and what follows from them.
