@@ -109,12 +109,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     ) -> TableProposer:
         settings = Settings(mode="lossless", cross_request_drafts=cross_request)
         monkeypatch.setattr(Settings, "read", lambda _: settings)
-        found = TableProposer(
-            SimpleNamespace(
-                speculative_config=SimpleNamespace(num_speculative_tokens=8),
-                model_config=SimpleNamespace(max_model_len=MAX_LENGTH),
-            )
-        )
+        speculative = SimpleNamespace(num_speculative_tokens=8)
+        target = SimpleNamespace(max_model_len=MAX_LENGTH)
+        found = TableProposer(SimpleNamespace(speculative_config=speculative, model_config=target))
+        # Where drafts might not fit, vLLM would draft zeros for every request.
+        assert speculative.draft_model_config.max_model_len == MAX_LENGTH + 16
+        assert target.max_model_len == MAX_LENGTH
         # As in vLLM, costs are measured after the model was loaded.
         model = SimpleNamespace(step_costs=None)
         found.load_model(model)
@@ -385,6 +385,20 @@ def test_the_gain_must_be_clear_to_switch_on_and_gone_to_switch_off() -> None:
             if switch.begin():
                 switch.decide(gain)
         assert switch.on == on
+
+
+def test_where_no_draft_is_found_they_are_looked_for_ever_more_rarely() -> None:
+    switch = DraftSwitch()
+    for _ in range(200):
+        switch.begin()
+        switch.decide(0.9)
+    assert not switch.on
+    looked = 0
+    for _ in range(2000):
+        if switch.begin():
+            looked += 1
+            switch.found_none()
+    assert 2 <= looked <= 8
 
 
 def test_what_does_not_pay_is_tried_ever_more_rarely() -> None:

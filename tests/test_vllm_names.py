@@ -31,13 +31,14 @@ FILES = [*sorted((ROOT / "src/tide/vllm").glob("*.py")), ROOT / "src/tide/cli/se
 ATTRIBUTES: dict[str, str] = {
     "vllm.config.VllmConfig": "additional_config model_config compilation_config parallel_config "
     "speculative_config lora_config kv_transfer_config cache_config scheduler_config",
-    "vllm.config.ModelConfig": "dtype hf_config hf_text_config quantization max_model_len",
+    "vllm.config.ModelConfig": "dtype hf_config hf_text_config quantization max_model_len "
+    "is_hybrid is_attention_free",
     "vllm.config.ParallelConfig": "pipeline_parallel_size",
     "vllm.config.CacheConfig": "cache_dtype",
     "vllm.config.CompilationConfig": "cudagraph_mode cudagraph_capture_sizes",
     "vllm.config.CUDAGraphMode": "NONE PIECEWISE has_full_cudagraphs has_piecewise_cudagraphs",
     "vllm.config.SchedulerConfig": "max_num_seqs max_num_batched_tokens",
-    "vllm.config.SpeculativeConfig": "method num_speculative_tokens",
+    "vllm.config.SpeculativeConfig": "method num_speculative_tokens draft_model_config",
     "vllm.ModelRegistry": "register_model",
     "vllm.forward_context.ForwardContext": "attn_metadata slot_mapping batch_descriptor",
     "vllm.forward_context.BatchDescriptor": "num_tokens",

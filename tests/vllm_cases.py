@@ -176,7 +176,9 @@ def drafts(given: dict[str, Any]) -> Any:
     model = decoder(llm)
     answers = in_waves(llm, given["prompts"], given["new"])
     costs = getattr(model, "step_costs", None)
+    drafted = "vllm:spec_decode_num_draft_tokens"
     return {
+        "drafted": sum(m.value for m in llm.get_metrics() if m.name == drafted),
         "answers": answers,
         "class": type(model).__name__,
         "step_costs": costs,

@@ -49,7 +49,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--lossless", nargs="?", const="always", choices=("always", "auto"),
         help="no exits: draft from the context and the table, where it pays; auto: not where vLLM "
-        "would give up asynchronous scheduling for it (default: auto without DIR)",
+        "would give something up for it (default: auto without DIR)",
     )  # fmt: skip
     how.add_argument(
         "--off", action="store_true", help="neither exits nor drafts: vLLM's own server, unchanged"
@@ -63,7 +63,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--gates", choices=("by_cost", "always"),
-        help="with exits: evaluate them where they pay at that number of requests, or always",
+        help="with exits: evaluate gates where they pay at that number of requests, or always",
     )  # fmt: skip
     parser.add_argument("--drafts", type=int, help="with --lossless: longest draft, in tokens")
     parser.add_argument(
@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def server_arguments(args: argparse.Namespace) -> list[str]:
     """The arguments of vLLM's server; raises now what would fail a minute later."""
     import json
+    import sys
 
     from tide.errors import ConfigError
     from tide.vllm import require_version
@@ -118,7 +119,9 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
             _require_effect(args, _WITH_RISK, "--risk")
         settings = _exits(args)
         arguments += _piecewise(args.rest)
-    elif lossless == "auto" and not _drafts_are_free(args.rest):
+    elif lossless == "auto" and (reason := _against_drafts(args)):
+        print(f"tide serve: no drafts, since {reason}. To draft nevertheless, add --lossless.",
+              file=sys.stderr)  # fmt: skip
         return [*arguments, *args.rest]
     else:
         _require_effect(args, {**_WITH_RISK, **_WITH_EXITS}, "exits")
@@ -192,20 +195,28 @@ def _piecewise(rest: Sequence[str]) -> list[str]:
     return ["--compilation-config", '{"cudagraph_mode": "PIECEWISE"}']
 
 
-def _drafts_are_free(rest: Sequence[str]) -> bool:
-    """Whether vLLM schedules one step after another anyway, as drafts made on the host need."""
-    import sys
-
+def _against_drafts(args: argparse.Namespace) -> str | None:
+    """Why drafts would cost something, or refuse requests, that vLLM's own server does not."""
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() or "--no-async-scheduling" in rest:
-        return True
-    print(
-        "tide serve: no drafts, since vLLM would give up asynchronous scheduling for them on this "
-        "device. To draft nevertheless, add --lossless.",
-        file=sys.stderr,
-    )
-    return False
+    if not current_platform.is_cpu():
+        return (
+            "vLLM would give up asynchronous scheduling for them on this device, and full CUDA "
+            "graphs in steps without drafts"
+        )
+    if _given(args.rest, "--logits-processors"):
+        return "vLLM takes no --logits-processors beside them"
+    if _given(args.rest, "--generation-config"):
+        return None  # whoever sets it knows what is in it
+    from transformers import GenerationConfig
+
+    try:
+        usual = GenerationConfig.from_pretrained(args.model)
+    except OSError:  # the model has none
+        return None
+    return "the model's generation config sets min_p, which vLLM refuses beside them" if (
+        usual.min_p
+    ) else None  # fmt: skip
 
 
 _SHORT = {"-sc": "--speculative-config", "-cc": "--compilation-config"}  # of vLLM

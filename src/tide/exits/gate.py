@@ -108,6 +108,11 @@ class ExitGate(nn.Module):
         features = self.confidence_model.features if self.confidence_model is not None else ()
         return self.prefilter is not None or "context" in features or "table" in features
 
+    @property
+    def screens(self) -> bool:
+        """Whether some tokens are rejected before the exit head is read."""
+        return self.thresholds.prefilter is not None or self.thresholds.router is not None
+
     def note(self, predict: Callable[[], NGramPrediction]) -> tuple[int, ...]:
         """What this gate is to be told of a token that may exit; n-grams only if they count."""
         return note(predict() if self.wants_ngrams else NGramPrediction())

@@ -140,7 +140,8 @@ class DepthForward:
             states = active.states(places)
             passed = self.gates.decide(number, states, candidates, requests) if candidates else []
             if self.payoff is not None:
-                self.payoff.add(number, len(passed), len(candidates))
+                served = [request not in audits for request in candidates]
+                self.payoff.add(number, sum(served[k] for k in passed), sum(served))
             exits: list[int] = []  # of those that passed, the ones not audited
             if passed:
                 read = self.decoder.norm(checkpoint.head.transform(states[passed]))
@@ -261,7 +262,8 @@ class DepthForward:
                 return
             costs = ExitCosts.measure(self.units, self.gates.gates, where, states, self._most)
         # The first rank's, so that all ranks choose alike.
-        self.payoff = Payoff(get_tp_group().broadcast_object(costs, src=0))
+        costs = get_tp_group().broadcast_object(costs, src=0)
+        self.payoff = Payoff(costs, self.settings.audit_rate)
         logger.info("TIDE: %s", self.payoff.summary(self._most))
 
     def _pays(self, requests: Requests, decoding: int) -> bool:

@@ -67,7 +67,7 @@ class ExitCosts:
                         k, where, state
                     )
                     gate = gates[k - 1]
-                    read = gate.head_timer()
+                    read = gate.head_timer() if gate.screens else None
                     parts["read", k - 1, size] = partial(read or _nothing, size)
                     # Where the head is read only for tokens that pass, none do.
                     notes = torch.full((size, NOTES), int(read is None), device=state.device)
@@ -143,9 +143,11 @@ class Payoff:
 
     Attributes:
         costs: measured.
+        audit_rate: share of requests that run at full depth whatever their gates decide.
     """
 
     costs: ExitCosts
+    audit_rate: float = 0.0
     _exits: dict[int, float] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
     _chosen: dict[int, bool] = field(default_factory=dict)
@@ -168,7 +170,8 @@ class Payoff:
         """Whether to evaluate the gates for so many requests."""
         uses = self._uses[requests] = self._uses.get(requests, 0) + 1
         if requests not in self._chosen or uses % _STEPS == 0:
-            shares = [self.share(number) for number in range(len(self.costs.gates))]
+            served = 1 - self.audit_rate
+            shares = [served * self.share(number) for number in range(len(self.costs.gates))]
             gain = self.costs.full_depth(requests) / self.costs.with_exits(requests, shares) - 1
             self._chosen[requests] = gain > (0.0 if self._chosen.get(requests, True) else _GAIN)
             if not self._chosen[requests]:  # one step with gates shows whether more exit by now

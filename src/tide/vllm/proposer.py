@@ -11,6 +11,7 @@ none.
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -91,8 +92,13 @@ class TableProposer:
             made = Artifact.from_pretrained(settings.artifact)
             require_model(made, vllm_config)
             self._table = ContinuationTable(made.table) if made.table else None
-        self._limit = int(vllm_config.speculative_config.num_speculative_tokens)
+        speculative = vllm_config.speculative_config
+        self._limit = int(speculative.num_speculative_tokens)
         self._max_length = int(vllm_config.model_config.max_model_len)
+        # Where a draft may not fit one request, vLLM drafts zeros for all of them, unasked. Drafts
+        # that do not fit are cut by its scheduler, so they may be beyond the limit here.
+        speculative.draft_model_config = copy.copy(vllm_config.model_config)
+        speculative.draft_model_config.max_model_len += 2 * self._limit
         self._requests: dict[int, _Request] = {}  # by index in vLLM's batch
         # All requests feed it, so it can average over more outcomes than in a single text.
         self._acceptance = Acceptance(fade=0.995)
@@ -128,8 +134,11 @@ class TableProposer:
             self._cost.add(requests, requests + last.drafted, began - last.began)
         switch = self._switches.setdefault(requests.bit_length(), DraftSwitch())
         looks = switch.begin()
-        # Where drafts do not pay, a step costs what it costs without us: no text is read.
-        indices: Sequence[int] = range(requests) if last.drafted or switch.on else ()
+        # Where drafts do not pay, a step costs what it costs without us: only the texts of requests
+        # that had a draft are read.
+        indices: Sequence[int] = range(requests) if switch.on else [
+            index for index, one in self._requests.items() if one.drafted and index < requests
+        ]  # fmt: skip
         if looks and not indices:
             self._probed += _PROBE
             indices = [(self._probed + i) % requests for i in range(min(_PROBE, requests))]
@@ -229,6 +238,7 @@ class TableProposer:
                 chances = self._acceptance.reach(draft.draft_type, len(draft.tokens))
                 candidates += [_DraftToken(c, index, place) for place, c in enumerate(chances, 1)]
         if not candidates:
+            switch.found_none()
             return "no_draft_found", {}
         if self._cost.needs_undrafted(requests):
             return "probe", {}

@@ -97,8 +97,9 @@ class Settings:
                 check(getattr(self, name), name)
         except ValueError as error:
             raise ConfigError(f"In 'tide', {error}.") from error
+        self._require_effect()
         if self.mode == "lossless":
-            speculative = vllm_config.speculative_config
+            speculative, model = vllm_config.speculative_config, vllm_config.model_config
             if speculative is None or speculative.method != "custom_class":
                 raise ConfigError(
                     "Mode 'lossless' drafts by speculation, which is not configured. Start with "
@@ -106,10 +107,15 @@ class Settings:
                     """'{"method": "custom_class", "model": "tide.vllm.proposer.TableProposer", """
                     """"num_speculative_tokens": 8}'."""
                 )
+            if model.is_hybrid or model.is_attention_free:
+                names = ", ".join(getattr(model.hf_config, "architectures", None) or ["This model"])
+                raise UnsupportedModelError(
+                    f"{names} keeps recurrent state, from which a rejected draft cannot always be "
+                    "removed. Serve it without drafts: `tide serve MODEL --off`."
+                )
             return
-        usual = Settings()
         for name in ("threshold_scale", "min_layers", "uncertified", "script"):
-            if self.risk is not None and (got := getattr(self, name)) != getattr(usual, name):
+            if self.risk is not None and (got := getattr(self, name)) != getattr(_USUAL, name):
                 raise ConfigError(
                     f"risk {self.risk} serves the gates that were certified; got {name} = {got!r} "
                     f"beside it. Omit {name}, or omit risk to serve uncertified."
@@ -128,6 +134,25 @@ class Settings:
             require_architecture(vllm_config.model_config.hf_config)
         _check_exits(vllm_config)
 
+    def _require_effect(self) -> None:
+        """Raise for a setting that would have no effect."""
+        idle: dict[str, tuple[str, ...]] = {}
+        if self.mode == "lossless":
+            idle["mode 'exit'"] = (
+                "risk", "delta", "uncertified", "threshold_scale", "min_layers", "audit_rate",
+                "on_drift", "attention", "gates", "script",
+            )  # fmt: skip
+        else:
+            idle["mode 'lossless'"] = ("cross_request_drafts",)
+            if self.risk is None:
+                idle["risk"] = ("delta", "on_drift")
+            elif not self.audit_rate:
+                idle["an audit_rate above 0"] = ("on_drift",)
+        for wanted, names in idle.items():
+            for name in names:
+                if (got := getattr(self, name)) != getattr(_USUAL, name):
+                    raise ConfigError(f"{name} is {got!r}, and counts with {wanted} only: omit it.")
+
     def load(self, vllm_config: Any) -> tuple[Artifact, list[Checkpoint], float]:
         """The artifact, its checkpoints in use, and the scale of their thresholds."""
         assert self.artifact is not None
@@ -140,6 +165,9 @@ class Settings:
         query = CertificateQuery(self.risk, self.delta, dtype, "propagate")
         found = find_certificate(made, query)
         return made, made.checkpoints_from(found.min_layers), found.threshold_scale
+
+
+_USUAL = Settings()
 
 
 def _check_exits(vllm_config: Any) -> None:
@@ -192,7 +220,8 @@ def require_architecture(config: Any) -> None:
     if not set(names) & set(ARCHITECTURES):
         raise UnsupportedModelError(
             f"{', '.join(names) or 'This model'} has no exits in the vLLM plugin. Supported: "
-            f"{', '.join(ARCHITECTURES)}. Drafts work with every model: `tide serve MODEL`."
+            f"{', '.join(ARCHITECTURES)}. Drafts work with every model that "
+            "has KV in every layer: `tide serve MODEL`."
         )
 
 

@@ -51,5 +51,13 @@ class DraftSwitch:
             return "drafted"
         if self._idle < self._wait:
             return "does_not_pay"
-        self._idle, self._wait = 0, min(2 * self._wait, _WAIT[1])
+        self._tried()
         return "probe"
+
+    def found_none(self) -> None:
+        """Drafts were looked for in this step, and there was none."""
+        if not self.on:
+            self._tried()
+
+    def _tried(self) -> None:
+        self._idle, self._wait = 0, min(2 * self._wait, _WAIT[1])
