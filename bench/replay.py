@@ -6,6 +6,8 @@ python bench/replay.py MODEL DIR --batch 1 4 --out bench/results/replay.json
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tide.config import TIDEConfig
 from tide.decode.machinery import tree_lengths
 from tide.decode.player import Setting
 from tide.decode.recycled import RecycledPredictions
-from tide.decode.replay import speedups
+from tide.decode.replay import replay_ways, speedups
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
 from tide.models.costs import measure_loop
@@ -62,8 +64,10 @@ def compare(
 ) -> dict[str, Any]:
     """Expected and measured, at one size of batch."""
     engine = engines["both"]
-    machinery, recording = engine._machinery, made.recording
-    assert recording is not None
+    machinery, every = engine._machinery, made.recording
+    assert every is not None
+    answers = [len(t) - p for t, p in zip(every.tokens, every.prompts, strict=True)]
+    recording = every.first(sum(answers[: args.documents]))
     costs = []
     for sequences in sorted({1, batch}):
         machinery.compile(sequences)
@@ -74,30 +78,49 @@ def compare(
     layers = tuple(checkpoint.layer for checkpoint in machinery.exits.checkpoints)
     thresholds = tuple(gate.thresholds for gate in machinery.exits.gates)
     setting = Setting(engine.config, layers, thresholds)
-    expected = speedups(recording, setting, costs, machinery.exits.table)
-    documents = list(zip(recording.tokens, recording.prompts, strict=True))[: args.documents]
+    replayed = replay_ways(recording, setting, costs, machinery.exits.table)
+    expected = speedups(replayed)
+    documents = list(zip(recording.tokens, recording.prompts, strict=True))
     groups = [documents[k : k + batch] for k in range(0, len(documents), batch)]
 
-    def run(engine: TIDE) -> None:
+    steps: dict[str, float] = {}
+
+    def run(name: str, longest: int | None = None) -> None:
+        engine = engines[name]
         # Or it would draft from its own earlier answers to the same prompts.
         engine._machinery.recycled = RecycledPredictions()
+        taken = tokens = 0
         for group in groups:
             ids, mask = pad_left(tokenizer, [t[:p] for t, p in group], engine.model.device)
-            new = max(len(t) - p for t, p in group)
+            new = longest or max(len(t) - p for t, p in group)
             engine.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
+            tokens += engine.last_stats.total_tokens
+            taken += engine.last_stats.steps
+        steps[name] = tokens / max(1, taken)
 
+    ways: dict[str, Callable[[], None]] = {name: partial(run, name) for name in engines}
+    # Prompts take as long in every mode, and are not part of what is expected.
     seconds = interleave(
-        {name: lambda e=e: run(e) for name, e in engines.items()},  # type: ignore[misc]
-        args.repeats,
-        f"batch {batch}",
+        {"prompts": partial(run, "off", 1), **ways}, args.repeats, f"batch {batch}"
     )
-    taken = {name: statistics.median(times) for name, times in seconds.items()}
-    measured = {name: taken["off"] / s for name, s in taken.items() if name != "off"}
+    pairs = {
+        name: [
+            own - prompts for own, prompts in zip(seconds[name], seconds["prompts"], strict=True)
+        ]
+        for name in engines
+    }
+    decoding = {name: statistics.median(times) for name, times in pairs.items()}
+    measured = {name: decoding["off"] / s for name, s in decoding.items() if name != "off"}
     return {
         "batch": batch,
+        "documents": len(documents),
         "expected": expected,
         "measured": measured,
         "ratio": {name: expected[name] / measured[name] for name in measured},
+        "tokens_per_step": {
+            name: {"expected": replayed[name].tokens_per_step, "measured": steps[name]}
+            for name in measured
+        },
         "costs": [at.to_dict() for at in costs],
     }
 

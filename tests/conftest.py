@@ -136,7 +136,7 @@ def small_artifact(model: Any, tokenizer: Any, once: Callable[..., Path]) -> Pat
             ]  # fmt: skip
             patch.setattr("tide.calibration.costs.measure_loops", lambda *args: loops)
             tide.calibrate(
-                model, tokenizer, folder, TIDEConfig(checkpoint_interval=8, min_layers=16),
+                model, tokenizer, folder, TIDEConfig(checkpoint_interval=8, min_layers=24),
                 data=data, new_tokens=24, vocabulary=4096, epochs=16, quiet=True,
             )  # fmt: skip
 

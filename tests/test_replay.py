@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from tide.calibration.choose import Choice
+from tide.calibration.replays import fastest
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.decode.player import Setting
@@ -129,6 +131,38 @@ def test_sequences_of_a_batch_share_their_passes() -> None:
     assert mixed.seconds == pytest.approx(29 * 12 + 10 * 10)
 
 
+def test_only_whole_batches_are_replayed() -> None:
+    four = replace(COSTS, sequences=4)
+    assert run(Setting(TIDEConfig(mode="off")), recorded(6), COSTS, four).tokens == 160
+    assert run(Setting(TIDEConfig(mode="off")), recorded(3), COSTS, four).tokens == 120
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TIDEConfig(kv_cache_strategy="zero_pad"),
+        EXIT,
+        TIDEConfig(mode="lossless"),
+        TIDEConfig(mode="off"),
+    ],
+    ids=["published", "exit", "lossless", "off"],
+)
+def test_exits_are_chosen_alike_whatever_they_will_be_served_with(config: TIDEConfig) -> None:
+    def choice(layer: int) -> Choice:
+        return Choice(
+            layers=(layer,), thresholds=(HALF,), exit_rate=0.5, read_rate=0.5, error_rate=0.0,
+            depth_saved=0.5, speedup=1.0,
+        )  # fmt: skip
+
+    table = ContinuationTable(build_table([[7, 7]], 100))
+    made = recorded(2)
+    made.scores["confidence"][1] = 0.0  # no token exits at the deeper one
+    options = [choice(1), choice(0)]
+    config = config.with_(drafts=())
+    assert fastest(options, made, [COSTS], table, config) == choice(0)
+    assert fastest(options[::-1], made, [COSTS], table, config) == choice(0)
+
+
 def test_a_recording_comes_back_from_its_tensors() -> None:
     made = recorded(3)
     made.successors = np.arange(240, dtype=np.int32).reshape(120, 2)
@@ -137,6 +171,10 @@ def test_a_recording_comes_back_from_its_tensors() -> None:
     assert np.array_equal(back.correct, made.correct) and back.scores.keys() == made.scores.keys()
     assert all(np.allclose(back.scores[name], made.scores[name]) for name in made.scores)
     assert back.successors is not None and np.array_equal(back.successors, made.successors)
+    short = made.cut(7)
+    assert short.tokens == [[*PROMPT, *ANSWER[:7]]] * 3 and short.correct.shape == (2, 21)
+    assert short.successors is not None and short.successors[7].tolist() == [80, 81]
+    assert run(Setting(TIDEConfig(mode="off")), short).tokens == 21
     few = made.first(45).only((1,))
     assert few.successors is not None and few.successors.tolist()[-1] == [78, 79]
     assert len(few.tokens) == 1 and few.correct.shape == (1, 40) and few.layers == (1,)
@@ -179,6 +217,14 @@ def test_auto_takes_what_is_faster_by_the_recording(
     assert str(engine(made).plan) == str(found.plan)
     recycles = isinstance(found._machinery.exits.target_head, SuccessorHead)
     assert recycles == (way == "lossless")
+
+
+def test_auto_stays_lossless_where_exits_are_hardly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tide.decode.plan.measure_loop", lambda *args, **_: COSTS)
+    for ahead, way in ((1.01, "lossless"), (1.03, "exit")):
+        found = {"lossless": 1.5, "exit": 1.2, "both": 1.5 * ahead}
+        monkeypatch.setattr("tide.decode.plan.speedups", lambda _, found=found: found)
+        assert engine(recorded(2)).plan.config.mode == way
 
 
 def test_auto_measures_this_device() -> None:

@@ -21,7 +21,7 @@ from tide.exits.heads import ExitHead, Readout, TargetHead
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
-from tide.models.costs import LoopCosts, measure_loop, measure_passes, medians
+from tide.models.costs import LENGTHS, LoopCosts, measure_loop, measure_passes, medians
 from tide.models.runner import DepthRunner
 from tide.strangers import listed, mapping, number, require_keys, whole
 
@@ -74,6 +74,7 @@ def load_or_measure(
         "strategy": config.exit_strategy,
         "batch": batch,
         "nodes": config.max_tree,
+        "lengths": list(LENGTHS),
         # What was measured elsewhere does not count here.
         "device": str(runner.input_device),
         "threads": torch.get_num_threads(),

@@ -174,11 +174,12 @@ def calibrate(
             table = ContinuationTable(fitted.table)
             options = choose(to_choose, risk, costs, n_layers, keep=_REPLAYED)
             tried = record(collection, scores, n_layers, "choose")
-            chosen = fastest(options, tried, loops, table, config)
+            served = config if runner.takes_trees else config.with_(max_tree=0)
+            chosen = fastest(options, tried, loops, table, served)
             if chosen not in choices[risk]:
                 choices[risk].append(chosen)
             recording = record(collection, scores, n_layers, "report").only(chosen.layers)
-            speeds = expected(chosen, recording, loops, table, config)
+            speeds = expected(chosen, recording, loops, table, served)
             tick(1, 1)
         untrained = fitted.scores(collection, [ExitHead("identity", hidden_size) for _ in layers])
     notes = {

@@ -13,17 +13,18 @@ from tide.calibration.collect import Collection
 from tide.calibration.scores import Scores, in_part
 from tide.config import TIDEConfig
 from tide.decode.player import Setting
-from tide.decode.replay import replay, speedups
+from tide.decode.replay import replay, replay_ways, speedups
 from tide.exits.heads import SUCCESSORS
 from tide.exits.recording import Recording
 from tide.exits.table import ContinuationTable
 from tide.models.costs import LoopCosts
 
-_POSITIONS = 1024  # of a recording: a replay of so many takes about a second
+_POSITIONS = 1536  # of a recording: a replay of so many takes one or two seconds
+_LONGEST = 96  # tokens of an answer: more documents tell more than longer ones
 
 
 def record(collection: Collection, scores: Sequence[Scores], n_layers: int, part: str) -> Recording:
-    """The answers of the tuning split for `part`, up to about a thousand positions."""
+    """The answers of the tuning split for `part`, up to `_POSITIONS` positions."""
     inside = in_part(scores[0].document, part)
     texts = [text for unit in collection.texts_by_unit("tuning") for text in unit]
     theirs = in_part(np.array(collection.documents.tuning_document), part)
@@ -43,7 +44,7 @@ def record(collection: Collection, scores: Sequence[Scores], n_layers: int, part
         np.stack([at.correct[inside] for at in scores]),
         following.numpy()[inside],
     )
-    return made.first(_POSITIONS)
+    return made.cut(_LONGEST).first(_POSITIONS)
 
 
 def expected(
@@ -54,9 +55,9 @@ def expected(
     config: TIDEConfig,
 ) -> dict[str, dict[str, float]]:
     """Speed-ups of lossless, of exits alone and of both, by sequences of a batch."""
-    setting = Setting(config.with_(exit_threshold=None), choice.layers, choice.thresholds)
+    setting = _with_exits(choice, config)
     return {
-        str(at.sequences): speedups(recording, setting, loops[: k + 1], table)
+        str(at.sequences): speedups(replay_ways(recording, setting, loops[: k + 1], table))
         for k, at in enumerate(loops)
     }
 
@@ -71,8 +72,15 @@ def fastest(
     """The choice that makes decoding with exits and drafts fastest, over all sizes of batch."""
 
     def seconds(choice: Choice) -> float:
-        setting = Setting(config.with_(exit_threshold=None), choice.layers, choice.thresholds)
-        sizes = [loops[: k + 1] for k in range(len(loops))]
+        setting, sizes = _with_exits(choice, config), [loops[: k + 1] for k in range(len(loops))]
         return math.prod(replay(recording, setting, some, table).seconds for some in sizes)
 
     return min(choices, key=seconds)
+
+
+def _with_exits(choice: Choice, config: TIDEConfig) -> Setting:
+    """A choice as it is replayed, whatever mode and KV strategy it will be served with."""
+    config = config.with_(
+        mode="exit", kv_cache_strategy="deferred", prefill_exit=False, exit_threshold=None
+    )
+    return Setting(config, choice.layers, choice.thresholds)

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from tide.config import TIDEConfig
 from tide.decode.machinery import Machinery, tree_lengths
 from tide.decode.player import Setting
-from tide.decode.replay import speedups
+from tide.decode.replay import replay_ways, speedups
 from tide.exits.recording import Recording
 from tide.models.costs import measure_loop
+
+_CLEARLY = 1.02  # by which exits must be ahead of drafts alone: costs are not known better
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Plan:
         reason: why, in short.
         expected: speed-ups over full depth, token by token, of "lossless", "exit" (no
             drafts) and "both"; empty if nothing was compared.
+        tokens_per_step: that each of them is expected to decode.
     """
 
     config: TIDEConfig
     reason: str = "as set"
     expected: dict[str, float] = field(default_factory=dict)
+    tokens_per_step: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """In one line."""
@@ -77,13 +81,14 @@ def make_plan(machinery: Machinery, recording: Recording | None, batch: int) -> 
                 measure_loop(runner, stages, read, sequences, trees=tree_lengths(nodes, sequences))
             )
     setting = Setting(config.with_(max_tree=nodes), layers, thresholds)
-    found = speedups(recording, setting, costs, exits.table)
-    # Where they are as fast, the one that changes less.
-    way = max(ways, key=lambda name: round(found[name], 3))
+    replayed = replay_ways(recording, setting, costs, exits.table)
+    found = speedups(replayed)
+    # Where they are as fast, the one that changes no token.
+    way = max(ways, key=lambda name: found[name] * (_CLEARLY if name == "lossless" else 1.0))
     gives = f"{found[way]:.2f}x"
     if way == "lossless":
         other = max(found["exit"], found["both"])
         reason = f"exits would give {other:.2f}x here, drafts alone give {gives}"
     else:
         reason = f"gives {gives} here, drafts alone would give {found['lossless']:.2f}x"
-    return Plan(ways[way], reason, found)
+    return Plan(ways[way], reason, found, {name: replayed[name].tokens_per_step for name in found})

@@ -175,7 +175,7 @@ class Player:
                     if (at := self._place(sequence, position)) is not None:
                         following[i, k] = self._following(sequence, at)
             return states, following
-        decisions, read = torch.zeros(len(sequences), longest, 3), 0
+        decisions, read = torch.zeros(len(sequences), longest, 3, dtype=torch.float32), 0
         for i, (sequence, span) in enumerate(zip(sequences, spans, strict=True)):
             for k, position in enumerate(span):
                 if tokens.notes[i, k, 0]:

@@ -9,7 +9,7 @@ recorded of another text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tide.decode.player import Player, Setting
@@ -28,6 +28,7 @@ class Expected:
         exit_rate: share of the tokens that exited.
         error_rate: share of all tokens that exited with another token than full depth predicts.
         tokens_per_pass: tokens of a sequence for each pass to full depth.
+        tokens_per_step: tokens of all sequences for each step of the loop.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class Expected:
     exit_rate: float
     error_rate: float
     tokens_per_pass: float
+    tokens_per_step: float
 
 
 def replay(
@@ -52,8 +54,9 @@ def replay(
         table: the artifact's, for drafts.
     """
     player = Player(recording, setting, costs, table)
-    size, documents = costs[-1].sequences, list(range(len(recording.prompts)))
-    for first in range(0, len(documents), size):
+    size, documents = costs[-1].sequences, range(len(recording.prompts))
+    # Whole batches only, if there is one: smaller ones would favour drafts.
+    for first in range(0, max(len(documents) // size * size, 1), size):
         player.decode(documents[first : first + size])
     stats = player.stats
     wrong = sum(score == 0 for scores in stats.scores for score in scores)
@@ -63,19 +66,21 @@ def replay(
         exit_rate=stats.exit_rate,
         error_rate=wrong / stats.total_tokens,
         tokens_per_pass=stats.total_tokens / max(1, player.deep),
+        tokens_per_step=stats.total_tokens / max(1, stats.steps),
     )
 
 
-def speedups(
+def replay_ways(
     recording: Recording,
     setting: Setting,
     costs: Sequence[LoopCosts],
     table: ContinuationTable | None,
-) -> dict[str, float]:
-    """How much faster than full depth, token by token, each way to decode would be.
+) -> dict[str, Expected]:
+    """What each way to decode would do: "off" (full depth, token by token), "lossless", "exit"
+    (without drafts) and "both".
 
     Args:
-        setting: of exits with drafts, "both"; the others are without the one or the other.
+        setting: of exits with drafts.
     """
     config = setting.config.with_(kv_cache_strategy="deferred", prefill_exit=False)
     ways = {
@@ -84,8 +89,12 @@ def speedups(
         "exit": config.with_(mode="exit", drafts=()),
         "both": config.with_(mode="exit"),
     }
-    seconds = {}
-    for name, way in ways.items():
-        exits = replace(setting, config=way) if name != "off" else Setting(way)
-        seconds[name] = replay(recording, exits, costs, table).seconds
-    return {name: seconds["off"] / s for name, s in seconds.items() if name != "off"}
+    settings = {name: replace(setting, config=way) for name, way in ways.items()}
+    settings["off"] = Setting(ways["off"])
+    return {name: replay(recording, of, costs, table) for name, of in settings.items()}
+
+
+def speedups(found: Mapping[str, Expected]) -> dict[str, float]:
+    """How much faster than "off" each other way would be."""
+    off = found["off"].seconds
+    return {name: off / of.seconds for name, of in found.items() if name != "off"}

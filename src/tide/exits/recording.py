@@ -67,6 +67,17 @@ class Recording:
             None if self.successors is None else self.successors[here],
         )  # fmt: skip
 
+    def cut(self, longest: int) -> Recording:
+        """The same with answers of at most so many tokens."""
+        lengths = [len(t) - p for t, p in zip(self.tokens, self.prompts, strict=True)]
+        kept = np.concatenate([np.arange(length) < longest for length in lengths])
+        return Recording(
+            self.n_layers, self.layers,
+            [t[: p + longest] for t, p in zip(self.tokens, self.prompts, strict=True)],
+            self.prompts, {name: values[:, kept] for name, values in self.scores.items()},
+            self.correct[:, kept], None if self.successors is None else self.successors[kept],
+        )  # fmt: skip
+
     def only(self, layers: Sequence[int]) -> Recording:
         """The same for some of the checkpoints."""
         at = [self.layers.index(layer) for layer in layers]
