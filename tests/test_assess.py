@@ -77,7 +77,7 @@ def test_a_verdict_and_a_plot(tmp_path: Path) -> None:
     shape["costs"] = {"layer": 0.001, "head": 0.002}
     good = Assessment(**shape, ceiling=1.4)
     assert "agree with full depth after 2 of 3 layers" in good.verdict
-    assert "worth it" in good.verdict
+    assert "calibrate, and let" in good.verdict
     poor = Assessment(**shape, ceiling=1.02)
     assert "expect little from exits" in poor.verdict
     assert good.summary().count("<- checkpoint") == 1

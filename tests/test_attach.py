@@ -20,7 +20,7 @@ from tide.errors import (
     UnsupportedModelError,
 )
 from tide.models import segments, shims
-from tide.models.attach import RUNNERS
+from tide.models.attach import RUNNERS, attach
 from tide.models.chunk import Places
 from tide.models.families import EAGER_ONLY
 from tide.models.fingerprint import fingerprint
@@ -196,6 +196,16 @@ def tensor_parallel() -> Any:
     model = tiny_model("llama")
     model._tp_size = 2
     return model
+
+
+def test_models_sharded_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr("tide.models.refuse.is_fsdp_managed_module", lambda _: True)
+    attach(model)  # one process holds all of it
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    with pytest.raises(UnsupportedModelError, match=r"sharded over processes .*FSDP"):
+        attach(model)
 
 
 def training() -> Any:

@@ -441,6 +441,13 @@ def test_a_changed_model_is_not_run_by_an_old_graph() -> None:
     assert not runner._find(chunk, cache)
 
 
+@pytest.mark.usefixtures("traced")
+def test_nothing_need_follow_a_segment() -> None:
+    runner = CompiledRunner(tiny_model("llama"))
+    assert list(runner.prepare([((0, 2), lambda *_: None), ((2, 6), no_more)], 1))
+    assert runner.name == "compiled segments"
+
+
 def test_buffers_come_in_few_sizes() -> None:
     sizes = {bucket(slots) for slots in range(1, 5000)}
     assert sorted(sizes)[:5] == [128, 192, 256, 384, 512]

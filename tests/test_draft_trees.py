@@ -20,11 +20,10 @@ from tide.decode.exits import TreeWarning
 from tide.decode.growth import NodeRates, TreeSource
 from tide.decode.loop import DecodeLoop
 from tide.decode.matches import ContextMatches
-from tide.decode.pass_costs import PassCosts, pass_cost
+from tide.decode.pass_costs import pass_cost
 from tide.decode.recycled import RecycledPredictions
 from tide.decode.sources import CrossRequestNGrams
 from tide.decode.tree import NO_ORIGIN, DraftTree
-from tide.decode.verify import Verifier
 from tide.engine import TIDE
 from tide.kernels.arithmetic import successors_of
 from tide.models.cache import WaterlineCache
@@ -227,22 +226,6 @@ def test_what_was_never_right_is_tried_again() -> None:
     while not source.grow([1, 2, 3], 4, 4).tokens:
         steps -= 1
         assert steps > 0  # it does not take longer than it took to be given up
-
-
-def test_prompts_are_not_learned_from_where_trees_do_not_pay(monkeypatch: Any) -> None:
-    tide = engine(tiny_model("llama"))
-    tide.drafter.fixed = False
-    tide.drafter.costs.start(1, {1: 1.0, 2: 100.0})
-    learned: list[int] = []
-    learn = Verifier.learn_prompts
-    monkeypatch.setattr(
-        Verifier, "learn_prompts", lambda *args: (learned.append(1), learn(*args))
-    )  # fmt: skip
-    kwargs = {**prompts(1), **GREEDY, "max_new_tokens": 60}
-    monkeypatch.setattr(PassCosts, "add", lambda *args: None)
-    for _ in range(3):
-        tide.generate(**kwargs)
-    assert learned == [1]  # in the first call, when nothing was known
 
 
 @pytest.mark.parametrize("size", [97, 512])

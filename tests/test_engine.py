@@ -25,7 +25,7 @@ from tide import decoder
 from tide.config import TIDEConfig
 from tide.decode.session import FullDepthWarning
 from tide.engine import TIDE
-from tide.errors import ConfigError, UnsupportedGenerationError
+from tide.errors import ConfigError, UnsupportedGenerationError, UnsupportedModelError
 from tiny import tiny_config, tiny_model
 
 
@@ -117,6 +117,8 @@ def test_stop_strings(smollm2_path: Any) -> None:
         assert torch.equal(out, expected)
         model.generation_config.stop_strings = options["stop_strings"]
         assert torch.equal(tide.generate(ids, **GREEDY, tokenizer=tokenizer), expected)
+        off = tide.generate(ids, **GREEDY, stop_strings=None)
+        assert torch.equal(off, model.generate(ids, **GREEDY, stop_strings=None))
         model.generation_config.stop_strings = None
     with pytest.raises(UnsupportedGenerationError, match="tokenizer"):
         tide.generate(ids, stop_strings=["seven"])
@@ -130,6 +132,40 @@ def test_a_length_criterion_replaces_the_length_of_the_config(mode: str) -> None
     expected = model.generate(**prompts(2), **options)
     assert expected.shape[1] == 9 + 40
     assert torch.equal(engine(model, mode).generate(**prompts(2), **options), expected)
+
+
+@pytest.mark.parametrize("mode", ["off", "lossless"])
+def test_a_first_token_is_generated_whatever_the_length(mode: str) -> None:
+    model = tiny_model("llama")
+    tide, options = engine(model, mode), {"do_sample": False, "eos_token_id": None}
+    for limit in (5, 9, 10):
+        options["stopping_criteria"] = StoppingCriteriaList([MaxLengthCriteria(limit)])
+        expected = model.generate(**prompts(2), **options)
+        assert torch.equal(tide.generate(**prompts(2), **options), expected)
+        assert expected.shape[1] == 10
+
+
+def test_a_length_without_limit_takes_no_memory() -> None:
+    """As tokenizers give it that know none."""
+    model = tiny_model("llama")
+    kwargs = {
+        **prompts(1),
+        "do_sample": False,
+        "max_length": int(1e30),
+        "eos_token_id": list(range(48)),
+    }
+    assert torch.equal(engine(model, "lossless").generate(**kwargs), model.generate(**kwargs))
+
+
+def test_a_head_that_is_replaced_is_refused_by_name() -> None:
+    model = tiny_model("llama", tie_word_embeddings=False)
+    tide = engine(model, "lossless")
+    tide.generate(**prompts(1), **GREEDY)
+    model.resize_token_embeddings(120)
+    with pytest.raises(UnsupportedModelError, match=r"another output head .* Attach again"):
+        tide.generate(**prompts(1), **GREEDY)
+    expected = model.generate(**prompts(1), **GREEDY)
+    assert torch.equal(engine(model, "lossless").generate(**prompts(1), **GREEDY), expected)
 
 
 def test_a_threshold_scale_without_effect_is_refused() -> None:
@@ -214,7 +250,8 @@ def test_criteria_see_the_whole_batch() -> None:
     }
     expected = model.generate(**prompts(4), **options)
     tide = engine(model, "lossless", "random", fixed_drafts=True)
-    assert torch.equal(tide.generate(**prompts(4), **options), expected)
+    with pytest.warns(FullDepthWarning, match="Limits may carry state"):
+        assert torch.equal(tide.generate(**prompts(4), **options), expected)
     assert [len(depths) for depths in tide.last_stats.depths] == [3, 5, 7, 9]
 
 

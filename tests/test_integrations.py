@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DynamicCache,
     StoppingCriteriaList,
     StopStringCriteria,
     TextIteratorStreamer,
@@ -136,6 +137,7 @@ def test_threads_with_decoders_of_their_own_share_a_model(tiny: Any, router: str
     [
         ("decoder", "position_ids"),
         ("decoder", "past_key_values"),
+        ("decoder", "an empty cache"),
         ("folder", "assistant_model"),  # generate does not tell a decoding loop of it
         ("folder", "position_ids"),
         ("folder", "past_key_values"),
@@ -146,7 +148,9 @@ def test_what_generate_would_drop_is_refused(tiny: Any, router: str, name: str, 
         "assistant_model": tiny_model("llama", seed=2),
         "position_ids": torch.arange(9)[None] + 1,
         "past_key_values": tiny(prompts(1)["input_ids"][:, :4]).past_key_values,
+        "an empty cache": DynamicCache(config=tiny.config),
     }[name]
+    name = name.replace("an empty cache", "past_key_values")
     entry = {"custom_generate": tide.decoder(router)}
     if way == "folder":
         entry = {"custom_generate": router, "trust_remote_code": True}

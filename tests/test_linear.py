@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -144,6 +145,16 @@ def test_without_a_compiler_torch_does_it(monkeypatch: Any) -> None:
     assert ours.backend_of(torch.device("cpu"), torch.float32, 5) == "inductor"
     x, weight = torch.randn(5, 16), torch.randn(3, 16)
     assert torch.equal(ours.linear(x, weight), reference(x, weight))
+
+
+@pytest.mark.usefixtures("anew")
+def test_a_compiler_that_fails_costs_speed_only(monkeypatch: Any) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(torch.ops, "tide", SimpleNamespace())  # nothing is registered yet
+    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load_async", fails)
+    assert not ours._load() and ours.operator() is None
 
 
 @pytest.mark.usefixtures("anew")

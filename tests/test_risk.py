@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import SequenceBiasLogitsProcessor, SuppressTokensLogitsProcessor
 
 import tide
 from test_certify import certificate
@@ -133,6 +134,18 @@ def test_processors_that_follow_lengths_are_the_same_for_every_prompt() -> None:
     assert seen == [own]
 
 
+def test_processors_that_differ_in_lists_are_told_apart() -> None:
+    def described(*tokens: int, calls: int = 0) -> list[str]:
+        made = SuppressTokensLogitsProcessor(list(tokens))
+        bias = SequenceBiasLogitsProcessor({(token,): 1.0 for token in tokens})
+        for _ in range(calls):
+            bias(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 97))
+        return describe_processors([made, bias])
+
+    assert described(5) == described(5, calls=2) != described(6)
+    assert described(*range(3, 60)) != described(5)
+
+
 def test_a_certificate_for_sampling_covers_sampling(made: Artifact) -> None:
     sampled = certificate(made, generation={"do_sample": True, "max_new_tokens": 8})
     unlimited = certificate(made, generation={})
@@ -171,4 +184,6 @@ def test_an_audit_reads_few_positions_at_once() -> None:
     assert tide.last_stats.target_tokens == [targets.tolist()]
     share = (targets != output[0, 9:]).double().mean()
     assert tide.last_stats.losses == [pytest.approx(float(share))]
+    assert tide.last_stats.audited == tide.last_stats.exited_tokens > 0
+    assert tide.last_stats.disagreement is not None
     assert tide.runner.counts.tokens[0] == 9 + 299  # an audit is not counted as decoding

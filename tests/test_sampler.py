@@ -25,6 +25,7 @@ from test_drafter import Cycle
 from test_generate import GREEDY, NEW, engine, prompts
 from tide.config import TIDEConfig
 from tide.decode.loop import DecodeLoop
+from tide.decode.noise import PlacedNoise
 from tide.decode.sampler import _STATELESS, Sampler, stateful
 from tide.decode.session import FullDepthWarning
 from tide.engine import TIDE
@@ -138,12 +139,14 @@ def test_which_processors_are_stateful() -> None:
         Favourite(),
         Grammar(),
     ]
-    assert stateful(made) == ["PrefixConstrainedLogitsProcessor", "Grammar"]
+    assert [type(one).__name__ for one in stateful(made)] == [
+        "PrefixConstrainedLogitsProcessor", "Grammar"
+    ]  # fmt: skip
 
     class Changed(logits_process.TemperatureLogitsWarper):
         """May do anything, so what is known of its base does not count."""
 
-    assert stateful([Changed(0.5)]) == ["Changed"]
+    assert len(stateful([Changed(0.5)])) == 1
 
 
 STATELESS = {
@@ -259,17 +262,75 @@ def test_end_of_text_and_length_need_no_criterion_called(mode: str, monkeypatch:
     assert min(lengths) < NEW == max(lengths)  # by end of text, and by length
 
 
-def test_other_criteria_see_the_whole_batch() -> None:
+@pytest.mark.parametrize("stateless", [False, True])
+def test_other_criteria_are_called_as_generate_calls_them(stateless: bool) -> None:
+    """Unless they say that they look at each sequence by itself: then drafts and exits go on."""
     model = tiny_model("llama")
     kwargs = {**prompts(4), **GREEDY, "repetition_penalty": 1.3, "eos_token_id": [42]}
-    wanted = model.generate(**kwargs, stopping_criteria=StoppingCriteriaList([Called()]))
+    theirs, ours = Called(), Called()
+    wanted = model.generate(**kwargs, stopping_criteria=StoppingCriteriaList([theirs]))
     assert (wanted == 85).any()
-    given = Called()
     tide = engine(model, "lossless", "random", fixed_drafts=True)
-    out = tide.generate(**kwargs, stopping_criteria=StoppingCriteriaList([given]))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", FullDepthWarning)
+        ours.tide_stateless = stateless
+        out = tide.generate(**kwargs, stopping_criteria=StoppingCriteriaList([ours]))
     assert torch.equal(out, wanted)
-    assert {sequences for sequences, _ in given.shapes} == {4}
-    assert len(given.shapes) <= tide.last_stats.total_tokens
+    if stateless:
+        assert not caught and tide.last_stats.drafted
+        assert {sequences for sequences, _ in ours.shapes} == {1}
+    else:
+        assert "Called may carry state" in str(caught[0].message) and not tide.last_stats.drafted
+        assert ours.shapes == theirs.shapes
+
+
+def test_a_criterion_that_counts_its_calls_counts_as_in_generate() -> None:
+    class Fifth(StoppingCriteria):
+        calls = 0
+
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+            self.calls += 1
+            return torch.full((len(input_ids),), self.calls >= 5)
+
+    model, kwargs = tiny_model("llama"), {**prompts(4), **GREEDY, "eos_token_id": [42]}
+    wanted = model.generate(**kwargs, stopping_criteria=StoppingCriteriaList([Fifth()]))
+    assert wanted.shape[1] == 9 + 5
+    for mode in ("off", "lossless"):
+        tide = engine(model, mode)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FullDepthWarning)
+            out = tide.generate(**kwargs, stopping_criteria=StoppingCriteriaList([Fifth()]))
+        assert torch.equal(out, wanted)
+
+
+def test_noise_does_not_follow_the_default_dtype() -> None:
+    model, kwargs = tiny_model("llama"), {**prompts(2), **GREEDY, "do_sample": True, "top_k": 3}
+    tide = engine(model, "lossless", "random", fixed_drafts=True)
+    torch.set_default_dtype(torch.float16)
+    try:
+        torch.manual_seed(3)
+        wanted = model.generate(**kwargs)
+        torch.manual_seed(3)
+        assert torch.equal(tide.generate(**kwargs), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_draws_of_others_are_not_undone() -> None:
+    """As of an engine in another thread, or of a streamer."""
+    noise, like = PlacedNoise(1), torch.zeros(1, 8)
+    torch.manual_seed(0)
+    noise.at([(0, 4)], like)
+    before = torch.default_generator.get_state()
+    noise.at([(0, 5)], like)
+    noise.rewind(5)
+    assert torch.equal(torch.default_generator.get_state(), before)
+    noise = PlacedNoise(1)
+    noise.at([(0, 4), (0, 5)], like)
+    torch.rand(1)
+    after = torch.default_generator.get_state()
+    noise.rewind(5)
+    assert torch.equal(torch.default_generator.get_state(), after)
 
 
 def test_a_call_leaves_the_random_state_where_generate_leaves_it() -> None:

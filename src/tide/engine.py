@@ -174,7 +174,7 @@ class TIDE:
         machinery, circuit_breaker, n = self._machinery, self.circuit_breaker, self.runner.n_layers
         if circuit_breaker is not None and circuit_breaker.tripped:
             machinery = machinery.at_full_depth()
-        machinery = in_order(machinery, call.logits_processor)
+        machinery = in_order(machinery, call)
         self._machinery.prepare(len(call.input_ids))
         if self.certificate is not None and machinery.config.mode == "exit":
             warn_if_uncovered(self.certificate, call)

@@ -50,7 +50,9 @@ def bind_stop_strings(kwargs: Mapping[str, Any], default: GenerationConfig) -> d
     tokenizer = kwargs.pop("tokenizer", None)
     # `generate` fills what a config does not set from the model's own.
     configs = kwargs.get("generation_config"), default
-    given = [kwargs.pop("stop_strings", None), *(getattr(c, "stop_strings", None) for c in configs)]
+    given = [getattr(config, "stop_strings", None) for config in configs]
+    if "stop_strings" in kwargs:  # also None, which switches off those of a config
+        given = [kwargs["stop_strings"]]
     strings = next((some for some in given if some), None)
     if strings is None:
         return kwargs
@@ -97,10 +99,11 @@ def refuse_modes(model: Any, config: GenerationConfig, prepared: Mapping[str, An
         )
     _refuse_inputs(model, prepared)
     filled = prepared.get("past_key_values")
-    if filled is not None and filled.get_seq_length() > 0:
+    given = getattr(filled, "_is_user_defined", False)  # and not made by `generate`
+    if filled is not None and (given or filled.get_seq_length() > 0):
         raise UnsupportedGenerationError(
-            "TIDE cannot continue from past_key_values that another loop has filled. Omit them and "
-            "pass the whole prompt."
+            "TIDE neither fills past_key_values nor continues from those that another loop has "
+            f"filled: {_REFUSED['past_key_values']}. Omit them and pass the whole prompt."
         )
     _refuse_positions(prepared.get("position_ids"), prepared.get("attention_mask"))
 

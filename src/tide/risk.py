@@ -8,10 +8,13 @@ not hide it (mixtures over change points: Shin, Ramdas and Rinaldo, "E-detectors
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from tide.config import TIDEConfig
 from tide.errors import CertificateError, ConfigError
@@ -136,16 +139,27 @@ def _misses(
 
 
 # Settings of logits processors that follow the length of the prompt, or of the output.
-_LENGTHS = ("begin_index", "max_length", "min_length", "prompt_length_to_skip", "regulation_start")
+# Or that are filled in at the first call.
+_LENGTHS = (
+    "begin_index", "max_length", "min_length", "prompt_length_to_skip", "regulation_start",
+    "prepared_bias_variables", "length_1_bias",
+)  # fmt: skip
+
+
+def _described(value: Any) -> str:
+    """A setting in short; empty if it is none that is known."""
+    value = value.tolist() if isinstance(value, Tensor) else value
+    if isinstance(value, (list, tuple, dict)):
+        return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+    return str(value) if isinstance(value, (bool, int, float, str)) else ""
 
 
 def describe_processors(processors: Iterable[Any]) -> list[str]:
     """Logits processors by class and settings, to compare those of calls."""
 
     def settings(processor: Any) -> str:
-        given = getattr(processor, "__dict__", {})
-        known = {k: v for k, v in given.items() if isinstance(v, (bool, int, float, str))}
-        return ", ".join(f"{k}={v}" for k, v in sorted(known.items()) if k not in _LENGTHS)
+        given = {k: _described(v) for k, v in sorted(getattr(processor, "__dict__", {}).items())}
+        return ", ".join(f"{k}={v}" for k, v in given.items() if v and k not in _LENGTHS)
 
     return [f"{type(processor).__name__}({settings(processor)})" for processor in processors]
 

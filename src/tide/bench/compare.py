@@ -33,18 +33,23 @@ class _Run(NamedTuple):
     Attributes:
         seconds: that it took.
         decoding: of these, after the first token.
-        tokens: of all answers.
-        answers: how many.
+        answers: token ids, without prompts and padding.
     """
 
     seconds: float
     decoding: float
-    tokens: int
-    answers: int
+    answers: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(map(len, self.answers))
 
 
 class _FirstToken(StoppingCriteria):
     """Stops nothing, and notes when the first token was there: all after it is decoding."""
+
+    tide_stateless = True  # so that drafts and exits go on beside it
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -99,6 +104,7 @@ class EngineMethods:
             "layers_full": full,
             # The speed-up if only layers took time.
             "ideal_speedup": round(full / run, 3),
+            "tokens_per_step": round(tokens / max(1, _total(stats, "steps")), 3),
             "exit_rate": round(layers.total() / tokens, 4),
             "exits_per_layer": {str(layer): layers[layer] for layer in sorted(layers)},
             "audited": _total(stats, "audited"),
@@ -144,7 +150,8 @@ def compare(
 
     Returns:
         For each method, milliseconds per token, with prompts and of decoding alone, the baseline,
-        and the speed-up over it, with prompts.
+        the speed-up over it, with prompts, and how many outputs are those of the first method
+        without us, to the last token.
     """
     first = prompts[0] if warm_up is None else warm_up
     order = [name for name in methods if _runs(name, methods[name], first, baselines[1:])]
@@ -172,8 +179,8 @@ def _timed(
     synchronize()
     ended = time.perf_counter()
     new = out[:, prompt["input_ids"].shape[1] :].tolist()
-    tokens = sum(len(until_end(answer, ends)) for answer in new)
-    return out, _Run(ended - began, ended - (first.at or ended), tokens, len(new))
+    answers = [until_end(answer, ends) for answer in new]
+    return out, _Run(ended - began, ended - (first.at or ended), answers)
 
 
 def _runs(name: str, method: Method, prompt: Any, optional: Sequence[str]) -> bool:
@@ -201,10 +208,11 @@ def _results(
     tokens = {name: sum(run.tokens for run in of) for name, of in runs.items()}
     per_token = {name: sum(run.seconds for run in of) / tokens[name] for name, of in runs.items()}
     baseline, eager = min(baselines, key=per_token.__getitem__), baselines[0]
+    answers = {name: [answer for run in of for answer in run.answers] for name, of in runs.items()}
     results = []
     for name, of in runs.items():
         ratios = [own / base for own, base in zip(rates[name], rates[baseline], strict=True)]
-        decoded = tokens[name] - sum(run.answers for run in of)
+        decoded = tokens[name] - len(answers[name])
         decoding = sum(run.decoding for run in of) / max(1, decoded)
         result: dict[str, Any] = {
             "method": name,
@@ -215,6 +223,8 @@ def _results(
             "speedup_over_eager": round(per_token[eager] / per_token[name], 3),
             "per_prompt_speedup": _spread(ratios),
             "tokens": tokens[name],
+            "outputs": len(answers[name]),
+            "exact_match_outputs": sum(map(list.__eq__, answers[name], answers[eager])),
         }
         if categories:
             by: dict[str, list[float]] = {}

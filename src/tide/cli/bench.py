@@ -30,7 +30,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
     parser.add_argument("--batch", type=int, default=1, help="prompts answered together")
     parser.add_argument(
-        "--compile", action="store_true", help="run ours with compiled segments as well"
+        "--compile", action="store_true", help="also run TIDE with compiled segments"
     )
     parser.add_argument(
         "--attack",
@@ -132,6 +132,8 @@ def _modes(
             found |= ours.counted(name, categories)
             found["mode"], found["threshold_scale"] = engine.config.mode, engine.threshold_scale
             found["plan"] = str(engine.plan)
+            found["expected"] = engine.plan.expected
+            found["expected_tokens_per_step"] = engine.plan.tokens_per_step
             found["drafts"] = list(engine.config.drafts)
             found["certificate"] = engine.certificate and engine.certificate.to_dict()
     return results

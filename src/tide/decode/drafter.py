@@ -152,11 +152,6 @@ class Drafter:
     _since_undrafted: int = 0
     _paid: float = math.inf  # nodes of trees that paid lately; it fades
 
-    @property
-    def trees_pay(self) -> bool:
-        """Whether a tree paid lately, or none was tried yet."""
-        return self.fixed or self._paid >= 1
-
     def propose(
         self, batch: BatchState, sources: Mapping[int, Sequence[DraftSource] | TreeSource]
     ) -> None:

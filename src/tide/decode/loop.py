@@ -56,13 +56,10 @@ class DecodeLoop:
 
     def run(self) -> None:
         """Decode every sequence to its end."""
-        last, states = prefill_prompts(self.runner, self.exits, self.config, self.batch)
-        sequences = list(self.batch.sequences)
-        self.verifier.verify(self.batch, last, states[:, -1:])
+        self.verifier.verify(
+            self.batch, *prefill_prompts(self.runner, self.exits, self.config, self.batch)
+        )
         self.end_step()
-        if self.drafter.trees_pay:
-            self.verifier.learn_prompts(sequences, states)  # the first token need not wait for it
-        del states
         while self.batch.sequences:
             self.step()
 
@@ -109,6 +106,8 @@ class DecodeLoop:
         for draft_type, drafted, accepted in self.batch.end_drafts():
             self.stats.count_drafts(draft_type, drafted, accepted)
             self.drafter.accepted.record(draft_type, drafted, accepted)
+        for i in self.sampler.ended(self.batch.sequences):
+            self.batch.finish(i)
         self.listener.on_step()
         self.sampler.forget(self.batch.sequences)
         finished = [sequence for sequence in self.batch.sequences if sequence.finished]

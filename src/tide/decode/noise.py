@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_DTYPE = torch.float32  # of the probabilities from which `generate` draws, whatever the default is
 _HELD = 24  # tensors of noise that are kept: about what a pass needs; others are drawn again
 
 
@@ -23,12 +24,13 @@ class PlacedNoise:
         self._held: dict[int, Tensor] = {}  # place -> noise, [sequences, vocabulary]
         self._next: int | None = None
         self._generator: torch.Generator | None = None
+        self._after: Tensor | None = None  # the generator's state after the last draw
 
     def at(self, places: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
         """Noise for (sequence, place) pairs, `[n, vocabulary]`."""
         if self._next is None:
             self._next = min(place for _, place in places)  # sequences are padded on the left
-        out = torch.empty(len(places), like.shape[1], device=like.device)
+        out = torch.empty(len(places), like.shape[1], dtype=_DTYPE, device=like.device)
         by_place: dict[int, list[int]] = {}
         for k, (_, place) in enumerate(places):
             by_place.setdefault(place, []).append(k)
@@ -42,8 +44,13 @@ class PlacedNoise:
         self._held = {at: noise for at, noise in self._held.items() if at >= place}
 
     def rewind(self, place: int) -> None:
-        """Set the generator back to before `place`: what was drawn from there on was for drafts."""
-        if self._generator is not None and place in self._states:
+        """Set the generator back to before `place`: what was drawn from there on was for drafts.
+
+        Not if others have drawn from it since.
+        """
+        if self._generator is None or self._after is None or place not in self._states:
+            return
+        if torch.equal(self._generator.get_state(), self._after):
             self._generator.set_state(self._states[place])
 
     def _of(self, place: int, like: Tensor) -> Tensor:
@@ -53,6 +60,7 @@ class PlacedNoise:
         while self._next <= place:
             self._states[self._next] = generator.get_state()
             self._hold(self._next, self._draw(generator, like))
+            self._after = generator.get_state()
             self._next += 1
         if place not in self._held:
             again = torch.Generator(like.device)
@@ -62,7 +70,8 @@ class PlacedNoise:
 
     def _draw(self, generator: torch.Generator, like: Tensor) -> Tensor:
         shape = (self._sequences, like.shape[1])
-        return torch.empty(shape, device=like.device).exponential_(generator=generator)
+        noise = torch.empty(shape, dtype=_DTYPE, device=like.device)
+        return noise.exponential_(generator=generator)
 
     def _hold(self, place: int, noise: Tensor) -> None:
         self._held[place] = noise

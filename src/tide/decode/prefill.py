@@ -31,12 +31,7 @@ _READ = 256  # prompt tokens whose logits are held at once
 def prefill_prompts(
     runner: DepthRunner, exits: Exits, config: TIDEConfig, batch: BatchState
 ) -> tuple[list[range], Tensor]:
-    """Run the prompts; the last token of each, and the states of the last ones.
-
-    Returns:
-        For each sequence its last token, and `[sequences, tokens, hidden]`: the states of some
-        tokens up to that one, padded on the left.
-    """
+    """Run the prompts; the last token of each, and its state, `[sequences, 1, hidden]`."""
     counts = [len(sequence.tokens) for sequence in batch.sequences]
     prompts = [range(count) for count in counts]
     tokens = pack_tokens(batch.sequences, prompts, left=True)
@@ -45,7 +40,7 @@ def prefill_prompts(
         done = PrefillWithExits(runner, exits, config, batch.cache).run(tokens, numbers)
         states = done.last[:, None]
     else:
-        states = _in_chunks(runner, tokens, counts, batch.cache)
+        states = _in_chunks(runner, tokens, counts, batch.cache)[:, -1:]
     batch.advance(0, batch.last, prompts)
     return [range(count - 1, count) for count in counts], states
 

@@ -41,17 +41,23 @@ _STATELESS = {
 }  # fmt: skip
 
 
-def stateful(processors: Sequence[Any]) -> list[str]:
-    """Names of the processors that may carry state from call to call, or from token to token.
+# Criteria of transformers that look at each sequence by itself. The first two are never called:
+# what they say is known without it.
+_UNCALLED = MaxLengthCriteria, EosTokenCriteria
+_BY_SEQUENCE = StopStringCriteria, MaxTimeCriteria
 
-    They must see every token once, in order, and no draft. A processor of your own that looks at
-    nothing but its arguments, and at each sequence by itself, may have `tide_stateless = True`.
+
+def stateful(given: Sequence[Any]) -> list[Any]:
+    """Logits processors and stopping criteria that may carry state, or look at a whole batch.
+
+    They must see every token once, in order, and no draft. One of your own that looks at nothing
+    but its arguments, and at each sequence by itself, may have `tide_stateless = True`.
     """
+    known = {*_STATELESS, *_UNCALLED, *_BY_SEQUENCE}
     return [
-        type(processor).__name__
-        for processor in processors
-        if type(processor) not in _STATELESS and not getattr(processor, "tide_stateless", False)
-    ]
+        each for each in given
+        if type(each) not in known and not getattr(each, "tide_stateless", False)
+    ]  # fmt: skip
 
 
 def _place(sequence: SequenceState, position: int) -> int:
@@ -79,12 +85,11 @@ class Sampler:
         self._max_length = min(lengths, default=contexts.shape[1])
         ends = [c.eos_token_id for c in criteria if type(c) is EosTokenCriteria]
         self._eos = {token for ids in ends for token in ids.tolist()}
-        # These look at each sequence by itself. Of all others nothing is known: they are shown the
-        # whole batch, once for each token.
-        by_line = (StopStringCriteria, MaxTimeCriteria)
-        self._by_line = [c for c in criteria if type(c) in by_line]
-        known = (MaxLengthCriteria, EosTokenCriteria, *by_line)
-        self._criteria = type(criteria)(c for c in criteria if type(c) not in known)
+        # Criteria of which nothing is known are shown the whole batch, once in each step.
+        self._of_batch = type(criteria)(stateful(criteria))
+        self._by_line = [
+            c for c in criteria if type(c) not in _UNCALLED and c not in self._of_batch
+        ]
 
     @property
     def greedy(self) -> bool:
@@ -137,11 +142,15 @@ class Sampler:
         if length >= self._max_length or sequence.tokens[sequence.committed - 1] in self._eos:
             return True
         line = slice(sequence.index, sequence.index + 1)
-        if any(bool(c(self.contexts[line, :length], None)) for c in self._by_line):
-            return True
-        if not self._criteria:
-            return False
-        return bool(self._criteria(self.contexts[:, :length], None)[sequence.index])
+        return any(bool(c(self.contexts[line, :length], None)) for c in self._by_line)
+
+    def ended(self, sequences: Sequence[SequenceState]) -> list[int]:
+        """Which of the sequences end by a criterion of the whole batch; asked once in a step."""
+        if not self._of_batch:
+            return []
+        length = max(s.padding + s.committed for s in sequences)
+        ended = self._of_batch(self.contexts[:, :length], None).tolist()
+        return [i for i, s in enumerate(sequences) if ended[s.index] and not s.finished]
 
     def finish(self, sequences: Sequence[SequenceState]) -> None:
         """Set torch's generator back to where `generate` has it: drafts may have drawn more."""

@@ -25,7 +25,11 @@ from tide.decode.sequence import SequenceState
 from tide.decode.sources import DraftSource, draft_sources
 from tide.decode.verify import Verifier
 from tide.errors import UnsupportedGenerationError
+from tide.models.refuse import refuse_replaced_head
 from tide.stats import ExitStats
+
+# A tokenizer without a limit gives 10 ** 30 as one, for which there is no memory.
+_MOST_NEW = 1 << 20
 
 
 class FullDepthWarning(UserWarning):
@@ -52,8 +56,13 @@ class GenerateCall:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a sequence: a criterion that is given replaces that of the config."""
-        return int(self.stopping_criteria.max_length or self.generation_config.max_length)
+        """Most tokens of a sequence: a criterion that is given replaces that of the config.
+
+        The first token is generated in any case, as by `generate`.
+        """
+        limit = int(self.stopping_criteria.max_length or self.generation_config.max_length)
+        prompt = self.input_ids.shape[1]
+        return min(max(limit, prompt + 1), prompt + _MOST_NEW)
 
     def __post_init__(self) -> None:
         ids, mask = self.input_ids, self.attention_mask
@@ -101,6 +110,7 @@ class DecodeSession:
         )
         self.machinery = machinery
         config, runner = machinery.config, machinery.runner
+        refuse_replaced_head(runner.model, runner.parts)
         self._output = Output(self.sequences, padding, call.streamer)
         self._input_ids = ids
         batch = BatchState(
@@ -156,21 +166,25 @@ class DecodeSession:
                 continue
             ids = torch.tensor(sequence.tokens, device=runner.input_device)
             targets = runner.target_tokens(ids[:-1], sequence.prompt - 1)
+            differ = [a != b for a, b in zip(targets, sequence.new_tokens, strict=True)]
+            losses.append(sum(differ) / len(targets))
             stats.target_tokens[sequence.index][:] = targets
-            pairs = zip(targets, sequence.new_tokens, strict=True)
-            losses.append(sum(a != b for a, b in pairs) / len(targets))
+            for place, depth in enumerate(stats.depths[sequence.index]):
+                if depth < runner.n_layers:
+                    stats.audit(sequence.index, place, targets[place], differs=differ[place])
         return losses
 
 
-def in_order(machinery: Machinery, processors: Sequence[Any]) -> Machinery:
-    """Full depth, token by token, where a logits processor may carry state."""
-    names, config = stateful(processors), machinery.config
-    if not names or config.mode == "off":
+def in_order(machinery: Machinery, call: GenerateCall) -> Machinery:
+    """Full depth, token by token, where a logits processor or a criterion may carry state."""
+    found = stateful([*call.logits_processor, *call.stopping_criteria])
+    if not found or machinery.config.mode == "off":
         return machinery
+    names = ", ".join(type(each).__name__ for each in found)
     warnings.warn(
-        f"{', '.join(names)} may carry state from token to token, so this call runs at full depth, "
-        "without drafts and exits. A logits processor that looks at nothing but its arguments may "
-        "have the attribute tide_stateless = True.",
+        f"{names} may carry state from token to token, so this call runs at full depth, without "
+        "drafts and exits. A logits processor or stopping criterion that looks at nothing but its "
+        "arguments, and at each sequence by itself, may have the attribute tide_stateless = True.",
         FullDepthWarning,
         stacklevel=2,
     )

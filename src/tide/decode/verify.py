@@ -20,8 +20,6 @@ from tide.kernels.arithmetic import successors_of
 from tide.models.runner import DepthRunner
 from tide.stats import ExitStats, TokenRecord
 
-_PROMPTS = 256  # last tokens of all prompts whose predictions are recycled: the head reads them
-
 
 class Verifier:
     """Commits the tokens of a batch.
@@ -71,24 +69,6 @@ class Verifier:
             states: their states, `[sequences, longest span, hidden]`.
         """
         self._verify(batch, self._wanted(batch, spans), states)
-
-    def learn_prompts(self, sequences: Sequence[SequenceState], states: Tensor) -> None:
-        """Let the predictions after the last tokens of prompts be recycled too.
-
-        Args:
-            states: `[sequences, tokens, hidden]`, padded on the left.
-        """
-        if self._recycled is None:
-            return
-        for i, sequence in enumerate(sequences):
-            if sequence.finished:
-                continue
-            known = sequence.prompt
-            # No more than may be generated: then it takes a small part of the time of decoding.
-            some = states[i, -min(known, sequence.room, max(1, _PROMPTS // len(sequences))) :]
-            found = to_host(successors_of(self.runner.logits(some), SUCCESSORS)[:, 1:])
-            for position, successors in enumerate(found, known - len(found)):
-                self._learn(sequence, position, successors)
 
     def _learn(self, sequence: SequenceState, position: int, successors: Sequence[int]) -> None:
         assert self._recycled is not None

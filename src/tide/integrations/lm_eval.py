@@ -203,6 +203,8 @@ class _Stops(StoppingCriteria):
     all are equally long; those of the engine are not.
     """
 
+    tide_stateless = True
+
     def __init__(self, texts: Sequence[str], tokenizer: Any, start: int) -> None:
         self.texts, self.tokenizer, self.start = texts, tokenizer, start
         # Two tokens more, as in the harness: a text can be tokenised in more than one way.

@@ -36,7 +36,7 @@ def top_of(logits: Tensor, scores: bool) -> tuple[Tensor, Tensor]:
     """The largest of logits, `[n, v]`, and log-probabilities, as `top_token` returns them."""
     tokens = logits.argmax(-1)
     if not scores:
-        return tokens, torch.zeros(len(logits), 0, device=logits.device)
+        return tokens, torch.zeros(len(logits), 0, dtype=torch.float32, device=logits.device)
     logits = logits.float()
     return tokens, logits.topk(2, dim=-1).values - logits.logsumexp(-1, keepdim=True)
 
@@ -62,7 +62,7 @@ def router_logits(states: Tensor, router: Router) -> Tensor:
     """What a router gives for states, before its sigmoid, `[n, hidden]` to `[n]`, in float32."""
     norm, down, down_bias, up, up_bias, eps, _ = router
     if norm is None or down is None or up is None:
-        return torch.zeros(len(states), device=states.device)
+        return torch.zeros(len(states), dtype=torch.float32, device=states.device)
     inner = silu(linear(normed(states.to(down), Norm("rms", norm, None, eps)), down, down_bias))
     return linear(inner, up[None], up_bias).squeeze(1).float()
 

@@ -90,6 +90,8 @@ def _load() -> bool:
     from torch._inductor.codecache import CppCodeCache  # takes a second
 
     source = files("tide.kernels").joinpath("few_tokens.cpp").read_text()
+    # What is compiled is kept by its source, and has parts of torch in it.
+    source = f"// torch {torch.__version__}, {torch.version.git_version}\n{source}"
     try:
         # Multiply and add in one.
         CppCodeCache.load_async(source, extra_flags=("-ffp-contract=fast",))()

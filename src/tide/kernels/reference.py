@@ -40,7 +40,8 @@ def top_token(
     """
     weight, bias, *scales = head
     tokens = torch.zeros(len(states), dtype=torch.long, device=states.device)
-    tops = torch.zeros(len(states), 2 if scores else 0, device=states.device)
+    size = len(states), 2 if scores else 0
+    tops = torch.zeros(size, dtype=torch.float32, device=states.device)
     some, chosen = _only(states, wanted)
     if not len(some):
         return tokens, tops
@@ -104,7 +105,7 @@ def score_exits(
         where none did); and the router's logits, `[n]`.
     """
     exits = notes[:, 0] != 0
-    scores = torch.full((len(states),), torch.nan, device=states.device)
+    scores = states.new_full((len(states),), torch.nan, dtype=torch.float32)
     if prefilter.inner is not None:
         features = candidate_features(normed(read, norm), notes[:, 1:], head, candidates)
         scores = confidences(features, prefilter)

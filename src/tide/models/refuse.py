@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from tide.errors import UnsupportedCacheError, UnsupportedModelError
 from tide.models.families import ALIBI_FAMILIES, EAGER_ONLY, LAYER_TYPES, MASKED_ATTENTION
-from tide.models.locate import text_config
+from tide.models.locate import Parts, text_config
 
 # Settings of `cache_implementation` that mean a dynamic cache. "hybrid" is what older Gemma folders
 # have for "sliding and full layers"; it needs no fixed shape.
@@ -42,12 +45,27 @@ def refuse_unsupported(model: Any) -> None:
             "TIDE chooses draft lengths by the clock, so the processes would run different passes. "
             "Load it on one device or with device_map='auto', or serve it with vLLM (`tide serve`)."
         )
+    if _processes() > 1 and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
+        raise UnsupportedModelError(
+            f"{name} is sharded over processes (FSDP or DeepSpeed ZeRO-3), which must run the same "
+            "passes together. TIDE chooses draft lengths by the clock, so they would wait for each "
+            "other for ever. Load it whole, or serve it with vLLM (`tide serve`)."
+        )
     if model.training:
         raise UnsupportedModelError(
             f"{name} is in training mode, where dropout makes every run different. Call "
             f"model.eval() first."
         )
     _refuse_cache_setting(name, getattr(model, "generation_config", None))
+
+
+def refuse_replaced_head(model: Any, parts: Parts) -> None:
+    """Raise if the head of a model is another one than when it was attached."""
+    if parts.found_by != "probe" and model.get_output_embeddings() is not parts.head:
+        raise UnsupportedModelError(
+            f"{_name(model)} has another output head than when TIDE was attached to it, as "
+            "resize_token_embeddings and adapters make one. Attach again: tide.TIDE(model, ...)."
+        )
 
 
 def _refuse_state(name: str, model: Any, config: Any) -> None:
@@ -97,6 +115,11 @@ def _refuse_cache_setting(name: str, generation_config: Any) -> None:
             f"sequences at different depths in a cache of its own, which static, offloaded and "
             f"quantised caches cannot do. Set model.generation_config.cache_implementation = None."
         )
+
+
+def _processes() -> int:
+    found = torch.distributed
+    return found.get_world_size() if found.is_available() and found.is_initialized() else 1
 
 
 def _name(model: Any) -> str:

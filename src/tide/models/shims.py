@@ -85,9 +85,9 @@ class ShimRunner(DepthRunner):
             shims = [LayerShim(m, partial(self._at_shim, i)) for i, m in enumerate(layers)]
             # A change of class keeps the list, its name and its content as they are.
             list_class = type(layers)
-            layers.__dict__["shims"] = shims
-            layers.__class__ = _ShimList
             try:
+                layers.__dict__["shims"] = shims
+                layers.__class__ = _ShimList
                 self.parts.decoder(
                     input_ids=chunk.places.ids,
                     attention_mask=attention_mask(chunk, self.config, self.model.dtype),
@@ -97,7 +97,7 @@ class ShimRunner(DepthRunner):
                 )
             finally:
                 layers.__class__ = list_class
-                del layers.__dict__["shims"]
+                layers.__dict__.pop("shims", None)
                 self._running = None
         assert running.hidden is not None
         return running.hidden
