@@ -13,11 +13,14 @@ from drawings import ROOT, STYLE
 WIDTH, QUESTION, ANSWER, STEP, TALL = 440, 226, 150, 84, 62
 # Question -> what a yes leads to.
 STEPS = (
-    ("Is there a trained draft head or a good small model for yours?", "EAGLE or a draft model"),
+    (
+        "On a GPU: is there a trained draft head or a good small model for yours?",
+        "EAGLE or a draft model",
+    ),
     ("Do prompts or large batches take most of the time?", "vLLM as it is"),
     ("May no token differ from the full model?", "TIDE, lossless"),
     (
-        "Do you have hundreds of prompts, and does `tide assess` show a high ceiling?",
+        "Do you have hundreds of prompts, and does `tide assess` show 1.1x or more?",
         "TIDE, exits: calibrate, certify, compare",
     ),
 )

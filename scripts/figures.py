@@ -135,10 +135,42 @@ def _median(method: str) -> str:
     return times(_coder(method, CERTIFIED)["per_prompt_speedup"]["p50"])
 
 
-def _gain(source: str, *methods: str) -> str:
-    """Of exits beside drafts over drafts alone, in one run."""
-    alone = _coder("lossless", source)["ms_per_token"]
-    return _span([alone / _coder(m, source)["ms_per_token"] for m in methods], "{:.2f}x")
+def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
+    """Of exits beside drafts over drafts alone, in one run: over each row of drafts alone."""
+    rows = read(source)["results"]
+    found = [row for row in rows if row["method"].endswith(", compiled") == bool(compiled)]
+    alone = [
+        row["ms_per_token"]
+        for row in found
+        if row["method"] == f"lossless{compiled}" or row.get("plan", "").startswith("lossless:")
+    ]
+    both = [_method(found, f"{method}{compiled}")["ms_per_token"] for method in methods]
+    return _span([drafts / exits for drafts in alone for exits in both], "{:.2f}x")
+
+
+def _load(rate: float) -> str:
+    """Tokens per second of a server under load, over those of vLLM."""
+    found = [row for row in read("vllm_load")["results"] if row["requests_per_second"] == rate]
+    own, theirs = (
+        next(row["tokens_per_second"] for row in found if row["server"] == server)
+        for server in ("tide serve", "vLLM")
+    )
+    return times(own / theirs)
+
+
+def _assisted(method: str) -> str:
+    """In the run with a smaller model of the family as draft model, not compiled."""
+    return times(_method(read("assisted")["results"]["methods"], method)["speedup"])
+
+
+def _over_lookup() -> str:
+    """Compiled drafts over prompt lookup on Qwen2.5-Coder-0.5B, in tokens per second."""
+    found = read("compiled_qwen2_5_coder_0_5b")["results"]["methods"]
+    ours, lookup = (
+        _method(found, name)["tokens_per_second"]
+        for name in ("lossless, compiled", "prompt lookup")
+    )
+    return times(ours / lookup)
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -148,6 +180,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "certified_lossless": lambda: _median("lossless"),
     "certified_alone": lambda: _median("exit without drafts, risk 0.02"),
     "certified_gain": lambda: _gain(CERTIFIED, "exit, risk 0.02", "exit, risk 0.05"),
+    "certified_gain_uncompiled": lambda: _gain(
+        CERTIFIED, "exit, risk 0.02", "exit, risk 0.05", compiled=""
+    ),
+    "load_8": lambda: _load(8.0),
+    "assisted": lambda: _assisted("assisted generation"),
+    "assisted_ours": lambda: _assisted("context"),
+    "compiled_lookup": _over_lookup,
     "certified_estimate": lambda: percent(
         _coder("exit, risk 0.05", CERTIFIED)["certificate"]["estimate"]
     ),

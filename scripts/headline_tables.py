@@ -58,7 +58,7 @@ def _compiled(source: str, dtype: str, batch: int, method: str, name: str) -> He
     if fastest != "HF compiled":  # ratios of prompts are recorded over HF compiled only
         speedup = ours["tokens_per_second"] / methods[fastest]["tokens_per_second"]
         low = high = None
-    output = f"exact: {ours['same_batches']}"
+    output = f"exact: {ours['same_batches']}" + (" batches" if batch > 1 else "")
     if methods["HF compiled"]["same_batches"].split()[0] != ours["same_batches"].split()[-1]:
         output += f" (HF compiled: {methods['HF compiled']['same_batches'].split()[0]})"
     return Headline("HF", found["conditions"]["model"], dtype, batch, name, fastest, speedup, low,
@@ -69,12 +69,15 @@ def _certified(method: str, name: str) -> Headline:
     """Of a model of code, on prompts like those that its exits were certified on."""
     found = read(CERTIFIED)
     ours = next(m for m in found["results"] if m["method"] == method)
-    spread, output = ours["per_prompt_speedup"], "lossless"
+    spread, output = ours["per_prompt_speedup"], "not compared here"
     if certificate := ours["certificate"]:
         output = (
-            f"at most {100 * certificate['risk']:g} % of tokens differ, certified "
-            f"({percent(certificate['estimate'])} measured)"
+            f"at most {100 * certificate['risk']:g} % of tokens differ, certified at "
+            f"{100 - 100 * certificate['delta']:g} % (tested: {percent(certificate['estimate'])}; "
+            f"here: {percent(ours['disagreement'])})"
         )
+    elif "outputs" in ours:
+        output = f"exact: {ours['exact_match_outputs']} of {ours['outputs']}"
     return Headline(
         "HF", found["conditions"]["model"], found["conditions"]["dtype"], 1, name,
         "HF compiled" if ours["baseline"] == COMPILED else ours["baseline"], spread["p50"],
@@ -103,7 +106,7 @@ def headlines() -> list[Headline]:
     return [
         _compiled("trees_speed", "bfloat16", 1, trees, trees),
         _compiled("compiled", "bfloat16", 4, chains, "lossless, chains, compiled"),
-        _certified("lossless, compiled", "lossless, trees, compiled"),
+        _certified("lossless, compiled", "lossless, trees and table, compiled"),
         _certified("exit, risk 0.05, compiled", "exits and drafts, compiled"),
         *(_vllm(batch, "drafts", "drafts") for batch in (1, 8)),
         *(_vllm(batch, other_answers, "drafts, cross-request") for batch in (1, 8)),
@@ -144,6 +147,7 @@ def _conditions() -> str:
     return (
         f"{processor}, {shared['threads']} threads, shared with others; torch {shared['torch']}, "
         f"transformers {shared['transformers']}, vLLM {sources['vllm_drafts']['vllm']}, "
-        f"TIDE {shared['tide']}; greedy, Spec-Bench prompts. Qwen2.5-Coder: "
-        f"{coder['processor']}, {coder['prompts']} unseen problems of GSM8K, as programs."
+        f"TIDE {shared['tide']}; greedy; Spec-Bench, nothing calibrated. Qwen2.5-Coder: "
+        f"{coder['processor']}, {coder['prompts']} unseen problems of GSM8K, as programs, "
+        "calibrated. Instruct models."
     )

@@ -39,7 +39,8 @@ def gate_costs() -> str:
          f"{cost['yes']:.2f}")
         for of in found.values() for way, cost in of["results"].items()
     ]  # fmt: skip
-    head = ("model", "segments", "a layer, ms", "a no, in layers", "a yes, in layers")
+    head = ("model", "segments", "a layer, ms", "a gate in layers, token continues",
+            "token exits")  # fmt: skip
     return table(head, rows) + conditions(_shared(found.values()))
 
 
@@ -74,7 +75,7 @@ def depth() -> str:
     head = (
         "model", "layers", "own tokens", *(f"heads agree at {d:.0%} of the depth" for d in DEPTHS),
         *(f"exit rate and depth saved at {float(risk):.0%}" for risk in RISKS),
-        "a no and a yes, in layers",
+        "a gate in layers: token continues, exits",
     )  # fmt: skip
     return table(head, rows) + conditions(_shared(found.values()))
 

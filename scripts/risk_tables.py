@@ -83,13 +83,15 @@ def certificates(*names: str) -> str:
         "certified on", "certified bound", "threshold scale", "measured in certification",
         "fresh prompts from", "measured on them", "drift detected", *AFTER_FALLBACK,
     )  # fmt: skip
-    missing = [
-        f"{percent(risk, 2)} on {found['conditions']['certified_on']}"
-        for found in sources
-        for risk in found["conditions"]["risks"]
-        if risk not in [row["certificate"]["risk"] for row in found["results"]]
-    ]
-    note = f"\n\nNo setting could be certified for: {', '.join(missing)}." if missing else ""
+    missing = []
+    for run, found in enumerate(sources, 1):
+        held = [row["certificate"]["risk"] for row in found["results"]]
+        risks = [percent(risk, 2) for risk in found["conditions"]["risks"] if risk not in held]
+        if risks:
+            missing.append(
+                f"run {run} ({found['conditions']['certified_on']}) for {', '.join(risks)}"
+            )
+    note = f"\n\nNo setting could be certified in {'; in '.join(missing)}." if missing else ""
     return table(head, rows) + note + "".join(conditions(f["conditions"]) for f in sources)
 
 

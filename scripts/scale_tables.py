@@ -68,8 +68,8 @@ def exits() -> str:
                  f"{shape.confirmed() / shape.layer():.2f}",
                  f"{shape.head() / shape.layer():.1f}", times(full / exiting))
             )  # fmt: skip
-    head = ("model", "GPU", "full depth, ms a step", "a no, in layers", "a yes, in layers",
-            "the head, in layers", "exits alone")  # fmt: skip
+    head = ("model", "GPU", "full depth, ms a step", "a gate in layers, token continues",
+            "token exits", "the head, in layers", "exits alone")  # fmt: skip
     note = (
         f"\n\n*Computed, not measured: exit rate {percent(rate)}, depth saved "
         f"{percent(chosen['depth_saved'])} with {checkpoints} checkpoints, of the exits that saved "

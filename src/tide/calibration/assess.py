@@ -69,7 +69,7 @@ class Assessment:
             "any training"
         )
         if self.ceiling >= 1.1:
-            return f"{found}: calibration is worth it."
+            return f"{found}: calibrate, and let `tide bench` compare exits with drafts alone."
         return (
             f"{found}: expect little from exits. Calibrate for the draft table, which makes "
             "lossless decoding faster, and certify before you use exits."

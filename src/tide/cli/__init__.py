@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser_of(filled: Collection[str]) -> argparse.ArgumentParser:
     """The parser of `tide`, with the options of the commands in `filled`."""
     parser = argparse.ArgumentParser(
-        prog="tide", description="A frozen causal LM that spends less depth on easy tokens."
+        prog="tide",
+        description="Faster decoding for Hugging Face causal LMs: lossless drafts, and early exit "
+        "within a certified risk.",
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

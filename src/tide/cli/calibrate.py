@@ -34,7 +34,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--batch", type=int, default=4,
-        help="sequences decoded together, for which exits are chosen, beside one",
+        help="choose exits for this number of sequences as well as for one",
     )  # fmt: skip
     parser.add_argument(
         "--vocabulary", type=int, default=8192, help="tokens that exit heads can predict; 0 for all"
