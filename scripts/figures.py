@@ -148,6 +148,18 @@ def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
     return _span([drafts / exits for drafts in alone for exits in both], "{:.2f}x")
 
 
+def _expected_and_measured(what: str) -> str:
+    """Of lossless, compiled: tokens of a step, and its time in steps of mode "off"."""
+    auto, off, lossless = (_coder(m, CERTIFIED) for m in ("auto, risk 0.02", "off", "lossless"))
+    tokens = auto["expected_tokens_per_step"]["lossless"], lossless["tokens_per_step"]
+    gains = (
+        auto["expected"]["lossless"],
+        off["decoding_ms_per_token"] / lossless["decoding_ms_per_token"],
+    )
+    costs = [n / gain for n, gain in zip(tokens, gains, strict=True)]
+    return "{:.2f} and {:.2f}".format(*(tokens if what == "tokens" else costs))
+
+
 def _load(rate: float) -> str:
     """Tokens per second of a server under load, over those of vLLM."""
     found = [row for row in read("vllm_load")["results"] if row["requests_per_second"] == rate]
@@ -183,6 +195,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "certified_gain_uncompiled": lambda: _gain(
         CERTIFIED, "exit, risk 0.02", "exit, risk 0.05", compiled=""
     ),
+    "certified_off": lambda: _median("off"),
+    "certified_tokens": lambda: _expected_and_measured("tokens"),
+    "certified_cost": lambda: _expected_and_measured("cost"),
     "load_8": lambda: _load(8.0),
     "assisted": lambda: _assisted("assisted generation"),
     "assisted_ours": lambda: _assisted("context"),

@@ -145,7 +145,7 @@ class Sampler:
         return any(bool(c(self.contexts[line, :length], None)) for c in self._by_line)
 
     def ended(self, sequences: Sequence[SequenceState]) -> list[int]:
-        """Which of the sequences end by a criterion of the whole batch; asked once in a step."""
+        """Which of the sequences end by a criterion of the whole batch; called once a step."""
         if not self._of_batch:
             return []
         length = max(s.padding + s.committed for s in sequences)
