@@ -69,15 +69,14 @@ def _certified(method: str, name: str) -> Headline:
     """Of a model of code, on prompts like those that its exits were certified on."""
     found = read(CERTIFIED)
     ours = next(m for m in found["results"] if m["method"] == method)
-    spread, output = ours["per_prompt_speedup"], "not compared here"
+    spread = ours["per_prompt_speedup"]
+    output = f"exact: {ours['exact_match_outputs']} of {ours['outputs']}"
     if certificate := ours["certificate"]:
         output = (
             f"at most {100 * certificate['risk']:g} % of tokens differ, certified at "
             f"{100 - 100 * certificate['delta']:g} % (tested: {percent(certificate['estimate'])}; "
             f"here: {percent(ours['disagreement'])})"
         )
-    elif "outputs" in ours:
-        output = f"exact: {ours['exact_match_outputs']} of {ours['outputs']}"
     return Headline(
         "HF", found["conditions"]["model"], found["conditions"]["dtype"], 1, name,
         "HF compiled" if ours["baseline"] == COMPILED else ours["baseline"], spread["p50"],

@@ -138,9 +138,9 @@ def _misses(
     return [reason for missed, reason in reasons if missed]
 
 
-# Settings of logits processors that follow the length of the prompt, or of the output.
-# Or that are filled in at the first call.
-_LENGTHS = (
+# Settings of logits processors that follow the length of the prompt or of the output, or that are
+# filled in at the first call.
+_VARYING = (
     "begin_index", "max_length", "min_length", "prompt_length_to_skip", "regulation_start",
     "prepared_bias_variables", "length_1_bias",
 )  # fmt: skip
@@ -159,7 +159,7 @@ def describe_processors(processors: Iterable[Any]) -> list[str]:
 
     def settings(processor: Any) -> str:
         given = {k: _described(v) for k, v in sorted(getattr(processor, "__dict__", {}).items())}
-        return ", ".join(f"{k}={v}" for k, v in given.items() if v and k not in _LENGTHS)
+        return ", ".join(f"{k}={v}" for k, v in given.items() if v and k not in _VARYING)
 
     return [f"{type(processor).__name__}({settings(processor)})" for processor in processors]
 

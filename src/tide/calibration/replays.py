@@ -79,8 +79,6 @@ def fastest(
 
 
 def _with_exits(choice: Choice, config: TIDEConfig) -> Setting:
-    """A choice as it is replayed, whatever mode and KV strategy it will be served with."""
-    config = config.with_(
-        mode="exit", kv_cache_strategy="deferred", prefill_exit=False, exit_threshold=None
-    )
+    """A choice as it is replayed, whatever mode it will be served with."""
+    config = config.with_(mode="exit", exit_threshold=None)
     return Setting(config, choice.layers, choice.thresholds)

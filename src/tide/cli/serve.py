@@ -214,9 +214,9 @@ def _against_drafts(args: argparse.Namespace) -> str | None:
         usual = GenerationConfig.from_pretrained(args.model)
     except OSError:  # the model has none
         return None
-    return "the model's generation config sets min_p, which vLLM refuses beside them" if (
-        usual.min_p
-    ) else None  # fmt: skip
+    if usual.min_p:
+        return "the model's generation config sets min_p, which vLLM refuses beside them"
+    return None
 
 
 _SHORT = {"-sc": "--speculative-config", "-cc": "--compilation-config"}  # of vLLM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +95,9 @@ class Player:
         table: ContinuationTable | None,
     ) -> None:
         self.takes_trees = recording.successors is not None
+        # What is recorded is of deferred KV, whatever KV is served.
+        config = setting.config.with_(kv_cache_strategy="deferred", prefill_exit=False)
+        setting = replace(setting, config=config)
         if recycles(setting.config, self):
             setting = Setting(setting.config)  # as the real engine has no exits then
         self.recording, self.setting, self.costs = recording, setting, costs

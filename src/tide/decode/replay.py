@@ -82,7 +82,7 @@ def replay_ways(
     Args:
         setting: of exits with drafts.
     """
-    config = setting.config.with_(kv_cache_strategy="deferred", prefill_exit=False)
+    config = setting.config
     ways = {
         "off": config.with_(mode="off"),
         "lossless": config.with_(mode="lossless"),
