@@ -3,7 +3,7 @@
     TIDE_DATA=... python bench/certificates.py $(python scripts/weights.py) DIR \\
         --certify spec_bench --serve gsm8k --out bench/results/certificates_spec_bench.json
 
-Spec-Bench is used without its mathematics, most of which comes from GSM8K. A risk of 1 % needs 299
+Spec-Bench is used without its mathematics, most of which comes from GSM8K. A risk of 1 % needs 312
 sequences even if no token differs, and about three times as many if some do; Spec-Bench has 390.
 With `--save`, the artifact is written there with its certificates. With `--unused`, prompts of the
 first source that were used neither for certificates nor to check them are written to a file, for
@@ -25,9 +25,9 @@ import tide
 from tide.bench.attack import match_baseline
 from tide.calibration.data import encode_prompts
 from tide.certification import Workload, certify, measure_losses
+from tide.drift import CircuitBreaker, DriftMonitor, DriftWarning
 from tide.engine import TIDE
 from tide.exits.artifact import Artifact
-from tide.risk import CircuitBreaker, DriftMonitor, DriftWarning
 
 RISKS = (0.01, 0.02, 0.05)
 AFTER = 16  # prompts served after the circuit breaker has tripped

@@ -99,7 +99,7 @@ def scripted_model() -> tuple[Any, Artifact]:
 
 def certify(model: Any, made: Artifact, draw: Draw) -> float | None:
     """The setting that is certified."""
-    made.certificates = []
+    made.certificates, made.record = [], {"used": []}
     with mock.patch.object(tide.certification, "TIDE", draw.engine):
         found = tide.certification.certify(
             model, tiny_tokenizer(), made, draw.texts, risk=RISK, delta=DELTA,

@@ -19,7 +19,7 @@ from rich.progress import track
 from scipy.stats import beta
 
 from tide.calibration.bounds import betting, hoeffding_bentkus, learn_then_test
-from tide.risk import DriftMonitor
+from tide.drift import DriftMonitor
 
 RISK, DELTA = 0.02, 0.05
 CURVE = np.geomspace(0.001, 0.08, 24)  # true risk of each threshold, safest first

@@ -41,8 +41,8 @@ from measure import write
 from rich.progress import track
 
 from tide.calibration.bounds import learn_then_test
+from tide.drift import DriftMonitor
 from tide.exits.policy import ScriptedPolicy, TokenPosition
-from tide.risk import DriftMonitor
 
 NEVER = 1e-300  # delta at which a drift monitor does not fire
 BEYOND = (1.0, 1.5, 2.0, 4.0)  # true risks, in multiples of the bound

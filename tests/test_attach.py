@@ -439,6 +439,14 @@ def test_fingerprint_tells_models_apart_and_dtypes_not() -> None:
     assert fingerprint(model, parts).differences(original) == ["config", "head", "layers"]
 
 
+def test_fingerprint_reads_embeddings_of_positions() -> None:
+    model = tiny_model("gpt2")
+    original = fingerprint(model, locate(model))
+    with torch.no_grad():
+        model.transformer.wpe.weight.add_(0.1)
+    assert fingerprint(model, locate(model)).differences(original) == ["head"]
+
+
 def test_int8_weight_only_model() -> None:
     quantization = pytest.importorskip("torchao.quantization")
     model = tiny_model("llama", hidden_size=64)

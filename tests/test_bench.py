@@ -12,9 +12,9 @@ from test_generate import WrongHead, artifact
 from tide.bench.attack import Search, attack, defend
 from tide.bench.compare import EngineMethods, compare
 from tide.config import TIDEConfig
+from tide.drift import CircuitBreaker, DriftMonitor
 from tide.errors import ConfigError
 from tide.exits.thresholds import Thresholds
-from tide.risk import CircuitBreaker, DriftMonitor
 from tiny import tiny_model, tiny_tokenizer
 
 TEXTS = [" ".join("abcdefghijklmnop"[(i * k) % 16] * 3 for k in range(1, 7)) for i in range(1, 13)]

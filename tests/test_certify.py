@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ import tide
 from test_calibrate import run, texts
 from test_generate import GREEDY, WrongHead, artifact, prompts
 from tide.calibration.bounds import betting
-from tide.calibration.data import load_prompts, split_documents
+from tide.calibration.data import Prompt, load_prompts, split_documents, text_key
 from tide.calibration.fresh import sample
 from tide.certification import certify, noise_floor
 from tide.config import TIDEConfig
+from tide.drift import CircuitBreaker, DriftMonitor, DriftWarning, InOrder
 from tide.engine import TIDE
-from tide.errors import CertificateError, ConfigError, DataError
+from tide.errors import ArtifactError, CertificateError, ConfigError, DataError
 from tide.exits import files
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import TASK_LOSS, TOKEN_LOSS, Certificate
@@ -29,13 +32,7 @@ from tide.exits.thresholds import Thresholds
 from tide.models.costs import measure_passes
 from tide.models.fingerprint import Fingerprint, fingerprint
 from tide.models.locate import locate
-from tide.risk import (
-    CertificateQuery,
-    CircuitBreaker,
-    DriftMonitor,
-    DriftWarning,
-    find_certificate,
-)
+from tide.risk import CertificateQuery, find_certificate
 from tiny import FAMILIES, tiny_model, tiny_tokenizer
 
 ALWAYS = ScriptedPolicy(lambda at, checkpoint: True)
@@ -293,12 +290,13 @@ def test_the_order_of_the_prompts_says_nothing_of_their_losses() -> None:
     """Easy prompts first, as in a file sorted by task, must not bring a certificate."""
     made = artifact()
     sorted_texts = [f"{'easy' if k < 300 else 'hard'} {k}" for k in range(400)]
-    drawn = sample(sorted_texts, made, None)
-    assert drawn == sample(sorted_texts, made, None) and sorted(drawn) == sorted(sorted_texts)
+    drawn = [prompt.text for prompt in sample(sorted_texts, made, None)]
+    assert drawn == [prompt.text for prompt in sample(sorted_texts, made, None)]
+    assert sorted(drawn) == sorted(sorted_texts)
     losses = [0.2 * text.startswith("hard") for text in drawn]
     assert betting(np.array(sorted(losses)), 0.02) < 0.05 < betting(np.array(losses), 0.02)
     some = sample(sorted_texts, made, 100)
-    assert 10 < sum(text.startswith("hard") for text in some) < 40
+    assert 10 < sum(prompt.text.startswith("hard") for prompt in some) < 40
 
 
 def test_a_document_counts_once(tmp_path: Path) -> None:
@@ -306,7 +304,7 @@ def test_a_document_counts_once(tmp_path: Path) -> None:
     lines += [{"prompt": f"alone {k}"} for k in range(5)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     found = sample(tmp_path / "data.jsonl", artifact(), None)
-    assert len(found) == 15 and len({text.split()[-1] for text in found}) >= 10
+    assert len(found) == 15 and len({prompt.text.split()[-1] for prompt in found}) >= 10
 
 
 def test_a_loss_beyond_its_range_is_refused(model: Any) -> None:
@@ -348,17 +346,174 @@ def test_a_risk_below_the_noise_of_the_dtype_is_refused(
     options = {"new_tokens": 4, "quiet": True, "config": TIDEConfig(min_layers=0)}
     monkeypatch.setattr("tide.certification.noise_floor", lambda *_: 0.015)
     with pytest.raises(ConfigError, match=r"differs from itself in 1.50% .*risk of 1.00%.*force"):
-        certify(rough, tiny_tokenizer(), made, texts(8), risk=(0.01, 0.02), **options)
-    certify(rough, tiny_tokenizer(), made, texts(8), risk=0.01, force=True, **options)
-    certify(rough, tiny_tokenizer(), made, texts(8), risk=0.02, **options)
+        certify(rough, tiny_tokenizer(), made, texts(400), risk=(0.01, 0.02), **options)
+    monkeypatch.setattr("tide.certification.learn_then_test", lambda *_: None)
+    certify(rough, tiny_tokenizer(), made, texts(400), risk=0.01, force=True, **options)
+    certify(rough, tiny_tokenizer(), made, texts(400), risk=0.02, **options)
 
 
 def test_what_cannot_be_certified_is_refused(model: Any, made: Artifact) -> None:
     for options, message in (
-        ({"risk": 1.5}, "risk is 1.5"),
+        ({"risk": 1.5}, "risk is 1.5; it must be between 0 and 1: 2 % is 0.02"),
         ({"delta": 0}, "delta is 0"),
         ({"threshold_scales": (1.0, 0.5)}, "must ascend"),
         ({"config": TIDEConfig(prefill_exit=True, kv_cache_strategy="propagate")}, "not certified"),
     ):
         with pytest.raises(ConfigError, match=message):
             certify(model, tiny_tokenizer(), made, texts(), **options)
+
+
+def ready(model: Any) -> Artifact:
+    """An artifact with exits that are always right, to be certified."""
+    made = artifact()
+    made.fingerprint = _fingerprint(model)
+    for checkpoint in made.checkpoints:
+        checkpoint.thresholds = Thresholds(top_probability=1.0)
+    return made
+
+
+FAST: dict[str, Any] = {
+    "new_tokens": 4, "quiet": True, "threshold_scales": (1.0,), "config": TIDEConfig(min_layers=0),
+}  # fmt: skip
+
+
+def test_too_few_prompts_are_refused_before_any_work_and_cost_no_certificate(model: Any) -> None:
+    made = ready(model)
+    made.certificates = [before] = [certificate(made, risk=0.02)]
+    with pytest.raises(DataError, match=r"Got 100 prompts .* risk 0.02 at delta 0.05 .* least 155"):
+        certify(model, tiny_tokenizer(), made, texts(100), risk=(0.02, 0.2), **FAST)
+    assert made.certificates == [before]
+
+
+def test_a_claim_that_has_failed_is_not_tested_on_the_same_prompts(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ready(model)
+    made.save(tmp_path / "router")
+    bad = np.full(40, 0.5)
+    monkeypatch.setattr("tide.certification.measure_losses", lambda *_, **__: bad)
+    given = model, tiny_tokenizer(), tmp_path / "router"
+    assert certify(*given, texts(40), risk=0.3, **FAST) == []
+    with pytest.raises(DataError, match="all were used in calibration or in a test that failed"):
+        certify(*given, texts(40), risk=0.3, **FAST)
+    bad = np.zeros(40)
+    (other,) = certify(*given, texts(40), risk=0.2, **FAST)  # another claim
+    (again,) = certify(*given, texts(80), risk=0.3, **FAST)
+    assert (other.sequences, again.sequences) == (40, 40)
+    assert Artifact.load(tmp_path / "router").certificates == [other, again]
+
+
+def test_certificates_of_two_runs_are_kept_and_exits_are_not_restored(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, path = ready(model), tmp_path / "router"
+    made.save(path)
+    meanwhile: list[Certificate] = [certificate(made, risk=0.1, dtype="bfloat16")]
+
+    def losses(*_: Any, **__: Any) -> np.ndarray:
+        made.certificates = meanwhile
+        made.save(path)
+        return np.zeros(40)
+
+    monkeypatch.setattr("tide.certification.measure_losses", losses)
+    (found,) = certify(model, tiny_tokenizer(), path, texts(40), risk=0.3, **FAST)
+    assert Artifact.load(path).certificates == [*meanwhile, found]
+    made.checkpoints[0].thresholds = Thresholds(top_probability=0.5)
+    with pytest.raises(ArtifactError, match="has other exits than when certification began"):
+        certify(model, tiny_tokenizer(), path, texts(40), risk=0.3, **FAST)
+    assert Artifact.load(path).certificates == meanwhile
+
+
+def test_nothing_is_certified_where_no_token_exits(model: Any) -> None:
+    changed = tiny_model("llama")
+    changed.generation_config.encoder_repetition_penalty = 1.5
+    made = ready(changed)
+    with pytest.raises(ConfigError, match=r"no token exits.*EncoderRepetitionPenalty"):
+        certify(changed, tiny_tokenizer(), made, texts(40), risk=0.3, **FAST)
+
+
+def test_nothing_is_certified_in_another_dtype_than_the_weights(model: Any) -> None:
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ConfigError, match="Autocast is on, and a certificate is for the dtype"),
+    ):
+        certify(model, tiny_tokenizer(), ready(model), texts(40), risk=0.3, **FAST)
+
+
+def test_an_artifact_that_hides_its_prompts_is_not_certified(model: Any) -> None:
+    made = ready(model)
+    made.record = {}
+    with pytest.raises(DataError, match="its record has no `used`"):
+        certify(model, tiny_tokenizer(), made, texts(40), risk=0.3, **FAST)
+
+
+def test_a_data_set_is_read_until_there_are_enough_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+
+    def endless(name: str) -> Iterator[Prompt]:
+        for k in count():
+            read.append(k)
+            yield Prompt(f"paragraph {k}", document=f"article {k // 10}")
+
+    monkeypatch.setattr("tide.calibration.data._from_hub", endless)
+    made = artifact()
+    made.record["used"] = [text_key(f"article {k}") for k in range(5)]
+    assert len(sample("a/data-set", made, 8)) == 8
+    assert len(read) == 50 + 71
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"risk": 2}, "risk is 2; it must be between 0 and 1: 2 % is 0.02"),
+        ({"risk": 0.02, "delta": 5}, "delta is 5"),
+        ({"risk": 0.02, "audit_rate": 5}, "audit_rate is 5"),
+    ],
+)
+def test_shares_that_are_none_are_refused(
+    model: Any, made: Artifact, options: dict[str, Any], message: str
+) -> None:
+    made.certificates = [certificate(made, risk=0.02)]
+    with pytest.raises(ConfigError, match=message):
+        serve(model, made, **options)
+
+
+def test_weights_that_change_lose_their_certificate(made: Artifact) -> None:
+    changed = tiny_model("llama")
+    made.fingerprint = _fingerprint(changed)
+    made.certificates = [certificate(made, risk=0.02)]
+    engine = serve(changed, made, risk=0.02)
+    ids = torch.tensor([[1, 2, 3]])
+    engine.generate(ids, max_new_tokens=2)
+    weight = changed.model.layers[-1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.add_(0.0)
+        engine.generate(ids, max_new_tokens=2)  # written to, and the same
+        weight.add_(0.5)
+        with pytest.raises(CertificateError, match="weights were changed"):
+            engine.generate(ids, max_new_tokens=2)
+
+
+def test_a_monitor_is_not_fooled_by_short_answers_that_end_first() -> None:
+    """Short answers are wrong more often here, and the mean is the bound."""
+
+    def alarms(batch: int, *, in_order: bool) -> float:
+        fired = 0
+        for seed in range(60):
+            draw, monitor = np.random.default_rng(seed), DriftMonitor(0.05)
+            for _ in range(1024 // batch):
+                short = draw.random(batch) < 0.5
+                wrong = np.where(short, draw.binomial(8, 0.09, batch) / 8,
+                                 draw.binomial(128, 0.01, batch) / 128)  # fmt: skip
+                losses = InOrder()
+                for k in sorted(range(batch), key=lambda k: not short[k]):
+                    known = losses.end(k, wrong[k]) if in_order else [wrong[k]]
+                    for loss in known:
+                        monitor.add(loss)
+            assert monitor.sequences == 1024
+            fired += monitor.fired
+        return fired / 60
+
+    assert alarms(128, in_order=True) <= 0.1 < 0.4 < alarms(128, in_order=False)

@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from tide.calibration.data import load_prompts
 from tide.cli import COMMANDS, main, parser_of
+from tide.cli.loading import load_model
+from tide.errors import DataError
 from tide.exits.artifact import Artifact
+from tide.exits.files import is_artifact
 from tiny import tiny_model, tiny_tokenizer
 
 
@@ -82,7 +86,7 @@ def test_bench(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "prompt lookup" not in {result["method"] for result in found["results"]}
     assert all(0 < result["tokens"] <= 24 for result in found["results"])
     assert main([*bench, "--samples", "3", "--batch", "4"]) == 1
-    assert "--batch must be from 1 to the number of prompts, 3; got 4" in capsys.readouterr().err
+    assert "--batch must be at most the number of prompts, 3; got 4" in capsys.readouterr().err
     assert main([*bench, "--samples", "4", "--attack", "--generations", "1"]) == 0
     assert [result["goal"] for result in last_line(capsys)["results"]] == ["wrong", "deep"]
 
@@ -256,3 +260,102 @@ def test_help_needs_neither_torch_nor_transformers() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert out.stdout.strip().endswith("set()")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft", "x", "--batch", "2"], "--draft counts with --batch 1 only"),
+        (["--attack", "--compile"], "omit --compile"),
+        (["--attack", "--draft", "x"], "omit --draft"),
+        (["--attack", "--batch", "2"], "got --batch 2: omit it"),
+        (["--out", "texts.txt/run.json"], "texts.txt/run.json could not be written"),
+    ],
+)
+def test_bench_refuses_before_it_works(
+    folder: Path, options: list[str], message: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["bench", "nowhere", "router", "--data", "texts.txt", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_refused_before_any_work(folder: Path, capsys: Any) -> None:
+    inside = str(folder / "texts.txt" / "router")
+    data = ["--data", str(folder / "texts.txt")]
+    assert main(["calibrate", str(folder / "model"), "-o", inside, *data]) == 1
+    assert "could not be written" in capsys.readouterr().err
+    out = ["-o", str(folder / "texts.txt")]
+    assert main(["export-draft", "nowhere", str(folder / "router"), *out]) == 1
+    assert "texts.txt could not be written" in capsys.readouterr().err
+
+
+def test_an_image_must_be_one(folder: Path, capsys: Any) -> None:
+    data = ["--data", str(folder / "texts.txt"), "--samples", "4", "--new-tokens", "4"]
+    for name, code in (("plot.foo", 1), ("new/plot.png", 0)):
+        plot = ["--plot", str(folder / name)]
+        assert main(["assess", str(folder / "model"), *data, *plot]) == code
+    assert "plot.foo is no image; it must end in one of" in capsys.readouterr().err
+    assert (folder / "new" / "plot.png").stat().st_size > 1000
+
+
+def test_numbers_are_checked_before_a_model_is_loaded(capsys: Any) -> None:
+    for command in (["assess", "m", "--threads", "0"], ["show", "m", "--new-tokens", "-1"],
+                    ["calibrate", "m", "-o", "d", "--batch", "0"]):  # fmt: skip
+        with pytest.raises(SystemExit, match="2"):
+            main(command)
+        assert "is not a whole number from 1 on" in capsys.readouterr().err
+
+
+def test_a_long_prompt_is_no_file_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("why? " * 2000, "a" * 300, "\0"):
+        assert not is_artifact(text)
+    Artifact.load(folder / "router").save(folder / "router.safetensors")
+    assert is_artifact(str(folder / "router")) and is_artifact(str(folder / "router.safetensors"))
+    assert not is_artifact(str(folder / "texts.txt"))
+
+
+def test_one_device_needs_no_device_map(folder: Path, capsys: Any) -> None:
+    assert not hasattr(load_model(str(folder / "model"), device="cpu"), "hf_device_map")
+    assert main(["assess", str(folder / "model"), "--device", "nowhere"]) == 1
+    assert "cannot be loaded as a causal language model" in capsys.readouterr().err
+
+
+def test_a_risk_that_is_not_shown_fails_the_command(folder: Path, capsys: Any) -> None:
+    command = ["certify", str(folder / "model"), str(folder / "router"), "--json"]
+    data = folder / "fresh.txt"
+    data.write_text("\n".join(f"{k:04}" for k in range(20)))
+    command += ["--data", str(data), "--new-tokens", "6", "--dtype", "float32"]
+    assert main([*command, "--risk", "0.02"]) == 1
+    assert "Got 20 prompts that were not used before" in capsys.readouterr().err
+    code, found = main([*command, "--risk", "0.2"]), last_line(capsys)
+    assert code == found["exit_code"] == (0 if found["certificates"] else 1)
+
+
+def test_a_card_of_others_stays(folder: Path) -> None:
+    made, card = Artifact.load(folder / "router"), folder / "model" / "README.md"
+    card.write_text("# The model's own card, which mentions tide")
+    with pytest.warns(UserWarning, match=r"README\.md was not written by TIDE, so it stays"):
+        made.save_pretrained(folder / "model")
+    assert card.read_text().startswith("# The model's own")
+    made.save_pretrained(folder / "other")
+    made.save_pretrained(folder / "other")  # its own is written again
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("Grüße".encode("latin-1"), "cannot be read as text"),
+        (b'{"text": null}', "text of .*line 1 is 'None'; it must be a text"),
+        (b'{"turns": []}', "must be a text, or turns of a chat"),
+    ],
+)
+def test_data_that_is_no_text_is_refused(tmp_path: Path, raw: bytes, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=message):
+        load_prompts(path)
+    with pytest.raises(DataError, match="cannot be read as text"):
+        load_prompts(tmp_path)
+    path.write_text('{"turns": [{"role": "user", "content": "hi"}]}')
+    assert [prompt.text for prompt in load_prompts(path)] == ["hi"]

@@ -20,6 +20,7 @@ from conftest import ROOT
 from tide import cli
 from tide.config import TIDEConfig
 from tide.decode.drafter import OnlineComparison
+from tide.drift import DriftMonitor
 from tide.engine import TIDE
 from tide.errors import StorageError, TideError
 from tide.exits import files
@@ -31,7 +32,6 @@ from tide.exits.thresholds import Thresholds
 from tide.models.costs import measure_passes
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
-from tide.risk import DriftMonitor
 from tide.vllm.stepcost import StepCost
 from tiny import tiny_model
 

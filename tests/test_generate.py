@@ -30,7 +30,7 @@ class WrongHead(ExitHead):
 def artifact(head: type[ExitHead] = ExitHead, strategy: str = "identity") -> Artifact:
     """Exits after layers 1 and 3 of a tiny model."""
     checkpoints = [Checkpoint(layer, head(strategy, 32)) for layer in (1, 3)]
-    return Artifact(Fingerprint("", "", ""), 32, checkpoints)
+    return Artifact(Fingerprint("", "", ""), 32, checkpoints, record={"used": []})
 
 
 def scattered(at: TokenPosition, checkpoint: int) -> bool:

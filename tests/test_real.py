@@ -15,6 +15,7 @@ import TIDE
 import tide
 from scenarios import SCENARIOS, error, full_depth
 from tide.config import TIDEConfig
+from tide.drift import CircuitBreaker, DriftMonitor, DriftWarning
 from tide.exits.artifact import Artifact
 from tide.exits.checkpoint import Checkpoint
 from tide.exits.heads import ExitHead
@@ -24,7 +25,6 @@ from tide.models.attach import RUNNERS
 from tide.models.fingerprint import fingerprint
 from tide.models.locate import locate
 from tide.models.tokens import TokenBatch
-from tide.risk import CircuitBreaker, DriftMonitor, DriftWarning
 
 pytestmark = [pytest.mark.real, pytest.mark.xdist_group("smollm2")]
 

@@ -65,7 +65,7 @@ def test_a_risk_is_not_served_on_another_model(model: Any, made: Artifact) -> No
 @pytest.mark.parametrize(
     ("options", "reasons"),
     [
-        ({"do_sample": True}, ["do_sample=True, and it is for greedy decoding"]),
+        ({"do_sample": True}, ["do_sample=True, and certificates are for greedy decoding"]),
         ({"max_new_tokens": NEW + 1}, [f"up to {NEW + 1} new tokens, and it is for at most {NEW}"]),
         ({"max_new_tokens": 30, "do_sample": True}, ["do_sample=True", "up to 30 new tokens"]),
     ],
@@ -92,6 +92,26 @@ def test_a_call_outside_of_the_certified_conditions_warns(
         warnings.simplefilter("error", UncertifiedWarning)
         generate(**prompts(2), **GREEDY)
         generate(**prompts(2), **{**GREEDY, "max_new_tokens": 3})
+
+
+def test_autocast_is_another_dtype(model: Any, made: Artifact) -> None:
+    served = TIDE(model, made, CONFIG, risk=0.02, on_drift=lambda monitor: None, check=False)
+    cast = "autocast to bfloat16, and it is for float32"
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(UncertifiedWarning, match=cast):
+        served.generate(**prompts(2), **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "told"), [("deferred", "still counts it"), ("propagate", "cannot check it")]
+)
+def test_what_the_monitor_cannot_check_is_told(
+    model: Any, made: Artifact, strategy: str, told: str
+) -> None:
+    made.certificates = [replace(made.certificates[0], kv_cache_strategy=strategy)]
+    config = CONFIG.with_(kv_cache_strategy=strategy)
+    served = TIDE(model, made, config, risk=0.02, on_drift=lambda monitor: None, check=False)
+    with pytest.warns(UncertifiedWarning, match=told):
+        served.generate(**prompts(2), **{**GREEDY, "do_sample": True})
 
 
 def test_logits_processors_must_be_those_of_the_certificate(model: Any, made: Artifact) -> None:

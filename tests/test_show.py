@@ -213,8 +213,15 @@ def test_runs_under_different_conditions_are_not_mixed(tmp_path: Path) -> None:
     ]  # fmt: skip
     with pytest.raises(DataError, match=r"dtype \(bfloat16 and float32\)"):
         Runs.read([first, write(tmp_path / "c.json", methods, dtype="float32")])
-    with pytest.raises(DataError, match="more than one of the runs"):
+    with pytest.raises(DataError, match=r"a\.json: one is given twice"):
         Runs.read([first, first])
+    again = Runs.read([first, write(tmp_path / "again.json", methods)])
+    assert [m["method"] for m in again.methods] == [
+        "HF generate", "exit, risk 0.02", "exit, risk 0.02 (again)",
+    ]  # fmt: skip
+    assert again.baseline == "HF generate"
+    methods[0]["baseline"] = "HF generate, compiled"
+    assert Runs.read([write(tmp_path / "e.json", methods)]).baseline == "HF generate, compiled"
     with pytest.raises(DataError, match="cannot be read"):
         Runs.read([tmp_path / "nowhere.json"])
     for text in ("[1]", "{", '{"results": [{"method": "HF generate"}], "conditions": {}}'):

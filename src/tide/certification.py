@@ -11,6 +11,7 @@ token: after it, the outputs of different settings diverge.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,21 +20,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
-from tide.calibration.answers import answer, pad_left
-from tide.calibration.bounds import betting, fewest_sequences, learn_then_test
+from tide.calibration.answers import pad_left
+from tide.calibration.bounds import betting, learn_then_test
 from tide.calibration.data import encode_prompts
-from tide.calibration.fresh import sample
+from tide.calibration.fresh import Claim, draw, note_failed
+from tide.calibration.noise import noise_floor, refuse_noise
 from tide.config import TIDEConfig
 from tide.decode.pass_costs import PassCosts
+from tide.decode.session import FullDepthWarning
 from tide.engine import TIDE
-from tide.errors import ConfigError
+from tide.errors import ArtifactError, ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import TASK_LOSS, TOKEN_LOSS, Certificate
 from tide.models.fingerprint import dtype_name
 from tide.progress import bars
-from tide.risk import describe_processors
+from tide.risk import describe_processors, require_shares
 
 # The path, safest first: factors on the error probability that calibration accepts at an exit.
 THRESHOLD_SCALES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
@@ -84,8 +86,8 @@ def certify(
         model: as it will be deployed: its dtype is part of the certificate.
         tokenizer: its tokenizer.
         artifact: from `calibrate`; a path is written back with the certificates in it.
-        prompts: a file, a data set or texts; those that calibration has used are skipped, and of
-            each document one is taken.
+        prompts: a file, a data set or texts; those that calibration has used are skipped, as are
+            those on which the same claim has failed, and of each document one is taken.
         risk: share of tokens that may differ from full depth; one or several.
         delta: probability that a certificate is wrong, for each.
         config: as it will be deployed; `kv_cache_strategy` and `min_layers` matter. Drafts only
@@ -104,19 +106,27 @@ def certify(
 
     Returns:
         A certificate for each risk that some setting was shown to keep; the others have none.
+
+    Raises:
+        DataError: if there are fewer prompts than any test of a risk takes.
     """
     made = artifact if isinstance(artifact, Artifact) else Artifact.from_pretrained(artifact)
     risks = sorted({risk} if isinstance(risk, (int, float)) else set(risk))
     config = config or TIDEConfig(min_layers=made.config.min_layers)
     config = config.with_(mode="exit", exit_threshold=None, audit_tail=True)
-    _check(risks, delta, threshold_scales, config)
-    texts = sample(prompts, made, samples)
+    _check(model, risks, delta, threshold_scales, config)
+    exits, dtype = made.exits, dtype_name(model)  # a digest of every tensor, so once
+    counted = TOKEN_LOSS if loss is None else TASK_LOSS
+    conditions = counted, exits, config.min_layers, dtype, config.kv_cache_strategy
+    claims = {r: (r, delta, *conditions) for r in risks}
+    drawn = draw(prompts, made, samples, list(claims.values()))
+    texts = [prompt.text for prompt in drawn]
     encoded = encode_prompts(tokenizer, texts, max_prompt)
     workload = Workload(texts=texts, encoded=encoded, new_tokens=new_tokens, batch=batch)
     with bars(quiet) as bar:
         if model.dtype != torch.float32 and not force and loss is None:
             floor = noise_floor(model, tokenizer, encoded[: 2 * batch], new_tokens)
-            _refuse_noise(floor, risks, dtype_name(model))
+            refuse_noise(floor, risks, dtype)
         runs: list[np.ndarray] = []
         costs = PassCosts()  # the same for every setting, so measured once
 
@@ -134,13 +144,7 @@ def certify(
                     )
                 yield runs[k]
 
-        held = {
-            r: learn_then_test(settings(), r, delta)
-            for r in risks
-            if len(texts) >= fewest_sequences(r, delta)  # of fewer, no test shows it
-        }
-    exits, dtype = made.exits, dtype_name(model)  # a digest of every tensor, so once
-    counted = TOKEN_LOSS if loss is None else TASK_LOSS
+        held = {r: learn_then_test(settings(), r, delta) for r in risks}
     generation = {
         "do_sample": False,
         "max_new_tokens": new_tokens,
@@ -172,17 +176,27 @@ def certify(
         for wanted, last in held.items()
         if last is not None and runs[last].mean() <= wanted
     ]
+    if not isinstance(artifact, Artifact):
+        now = Artifact.from_pretrained(artifact)  # others may have been certified since
+        if now.exits != exits:
+            raise ArtifactError(
+                f"{artifact} has other exits than when certification began, so the certificates "
+                "are not of what is there, and nothing was written. Certify again."
+            )
+        made = now
     # A new test replaces an old one: a bound that was not shown again no longer holds.
-    conditions = counted, exits, config.min_layers, dtype, config.kv_cache_strategy
-    tested = {(r, delta, *conditions) for r in risks}
-    made.certificates = [c for c in made.certificates if _tested(c) not in tested] + certificates
+    others = [c for c in made.certificates if _claim(c) not in claims.values()]
+    made.certificates = others + certificates
+    if loss is None:
+        shown = {certificate.risk for certificate in certificates}
+        note_failed(made, drawn, [claims[r] for r in risks if r not in shown])
     if not isinstance(artifact, Artifact):
         made.save(artifact)
     return certificates
 
 
-def _tested(of: Certificate) -> tuple[Any, ...]:
-    """The claim that a certificate makes, and its conditions."""
+def _claim(of: Certificate) -> Claim:
+    """The claim of a certificate."""
     return of.risk, of.delta, of.loss, of.exits, of.min_layers, of.dtype, of.kv_cache_strategy
 
 
@@ -206,9 +220,7 @@ def measure_losses(
         progress(start, len(workload.texts))
         some = slice(start, start + workload.batch)
         ids, mask = pad_left(tokenizer, workload.encoded[some], engine.model.device)
-        out = engine.generate(
-            ids, attention_mask=mask, max_new_tokens=workload.new_tokens, do_sample=False
-        )
+        out = _generate(engine, ids, mask, workload.new_tokens)
         if loss is None:
             found = engine.last_stats.losses
             if None in found:
@@ -225,6 +237,21 @@ def measure_losses(
             losses += [_within(float(loss(prompt, text))) for prompt, text in pairs]
     progress(len(workload.texts), len(workload.texts))
     return np.asarray(losses)
+
+
+def _generate(engine: TIDE, ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:
+    """Greedy answers, in which tokens may exit: without exits, nothing would be tested."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FullDepthWarning)
+        try:
+            return engine.generate(
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False
+            )
+        except FullDepthWarning as warning:
+            raise ConfigError(
+                f"With this model's generation config no token exits, so there is nothing to "
+                f"certify. {warning} Else remove it from the generation config."
+            ) from warning
 
 
 def _within(loss: float) -> float:
@@ -248,50 +275,19 @@ def own_processors(model: Any, new_tokens: int) -> list[str]:
     return found
 
 
-@torch.no_grad()
-def noise_floor(
-    model: Any, tokenizer: Any, encoded: Sequence[Sequence[int]], new_tokens: int
-) -> float:
-    """How often full depth differs from itself when a text is read in one pass, not by token."""
-    own = model.generation_config
-    # Without the processors of its own generation config, which are no noise.
-    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id)
-    try:
-        answers = answer(model, tokenizer, encoded, new_tokens, do_sample=False)
-    finally:
-        model.generation_config = own
-    differs = total = 0
-    for prompt, ids in zip(encoded, answers, strict=True):
-        if ids:
-            text = torch.tensor([[*prompt, *ids]], device=model.device)
-            # Logits over the whole text would take gigabytes at long contexts.
-            logits = model(text, logits_to_keep=len(ids) + 1).logits[0, :-1]  # [new, vocabulary]
-            again = logits.argmax(-1).tolist()
-            differs += sum(a != b for a, b in zip(again, ids, strict=True))
-            total += len(ids)
-    return differs / max(total, 1)
-
-
-def _refuse_noise(floor: float, risks: Sequence[float], dtype: str) -> None:
-    below = [risk for risk in risks if risk < floor]
-    if below:
-        raise ConfigError(
-            f"In {dtype} this model's full depth differs from itself in {floor:.2%} of tokens when "
-            f"a text is read in one pass and not token by token; a risk of {below[0]:.2%} is below "
-            "that noise. Choose a higher risk, use float32, or pass force=True."
-        )
-
-
 def _check(
-    risks: Sequence[float], delta: float, threshold_scales: Sequence[float], config: TIDEConfig
-) -> None:
+    model: Any, risks: Sequence[float], delta: float, threshold_scales: Sequence[float],
+    config: TIDEConfig,
+) -> None:  # fmt: skip
     if config.prefill_exit:
         raise ConfigError("prefill_exit is not certified: prompts must go to full depth.")
     for risk in risks:
-        if not 0 < risk < 1:
-            raise ConfigError(f"risk is {risk!r}; it must be between 0 and 1.")
-    if not 0 < delta < 1:
-        raise ConfigError(f"delta is {delta!r}; it must be between 0 and 1.")
+        require_shares(risk=risk, delta=delta)
+    if torch.is_autocast_enabled(model.device.type):
+        raise ConfigError(
+            "Autocast is on, and a certificate is for the dtype of the weights. Call this outside "
+            "of autocast, with the model loaded in the dtype wanted."
+        )
     if list(threshold_scales) != sorted(threshold_scales) or not threshold_scales:
         raise ConfigError(
             f"threshold_scales is {list(threshold_scales)}; it must ascend, safest first."

@@ -21,6 +21,7 @@ from tide.decode.plan import make_plan
 from tide.decode.score import score_tokens
 from tide.decode.sequence import SequenceState
 from tide.decode.session import DecodeSession, GenerateCall, in_order
+from tide.drift import CircuitBreaker, DriftMonitor, InOrder, require_audits
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import Certificate
 from tide.exits.policy import ScriptedPolicy
@@ -28,13 +29,7 @@ from tide.generation import bind_stop_strings, refuse_length, refuse_modes, refu
 from tide.models.attach import attach
 from tide.models.fingerprint import dtype_name, fingerprint
 from tide.models.tokens import TokenBatch
-from tide.risk import (
-    CertificateQuery,
-    CircuitBreaker,
-    DriftMonitor,
-    certified_config,
-    warn_if_uncovered,
-)
+from tide.risk import CertificateQuery, Coverage, certified_config
 from tide.stats import ExitStats
 
 
@@ -105,6 +100,8 @@ class TIDE:
             found, self.config = certified_config(made, query, config, threshold_scale, policy)
             self.certificate, threshold_scale = found, found.threshold_scale
             self.circuit_breaker = CircuitBreaker(DriftMonitor(found.risk, delta), on_drift)
+            self._coverage = Coverage(found, model, self.runner.parts)
+            require_audits(audit_rate, self.config.kv_cache_strategy)
         require_effect(self.config, threshold_scale)
         self.threshold_scale = 1.0 if threshold_scale is None else threshold_scale
         self.drafter = Drafter(self.config.max_draft, self.config.max_tree)
@@ -177,17 +174,19 @@ class TIDE:
         machinery = in_order(machinery, call)
         self._machinery.prepare(len(call.input_ids))
         if self.certificate is not None and machinery.config.mode == "exit":
-            warn_if_uncovered(self.certificate, call)
+            self._coverage.check(call)
         stats = self.last_stats = ExitStats.of_batch(n, len(call.input_ids))
         self.runner.counts.reset()
         exact = machinery.config.kv_cache_strategy == "deferred"
         monitored = circuit_breaker if machinery.config.mode == "exit" else None
+        losses = InOrder()
 
         def on_finished(some: Sequence[SequenceState]) -> bool:
             """Feed the monitor as soon as a sequence ends; the others go on at full depth."""
             if monitored is None or not exact:
                 return True
-            monitored.add(sequence.loss for sequence in some)
+            for sequence in some:
+                monitored.add(losses.end(sequence.index, sequence.loss))
             return not monitored.tripped
 
         session = DecodeSession(machinery, call, stats, on_finished)

@@ -1,32 +1,24 @@
-"""Risk while serving: which certificate covers a call, and whether its bound still holds.
-
-The drift monitor is a bettor who stakes on each sequence having lost more than the certified bound.
-If the bound holds, the wealth seldom ever reaches 1 / delta, however long it serves (Ville's
-inequality). A part of the wealth starts to bet at each sequence, so that losses before a drift do
-not hide it (mixtures over change points: Shin, Ramdas and Rinaldo, "E-detectors"). No model inside.
-"""
+"""Risk while serving: which certificate covers a model, and whether it covers a call."""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tide.config import TIDEConfig
 from tide.errors import CertificateError, ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.certificate import TOKEN_LOSS, Certificate
-from tide.models.fingerprint import Fingerprint
+from tide.models.fingerprint import Fingerprint, fingerprint
+from tide.models.locate import Parts
 
-REACTIONS = ("warn", "full_depth")
-
-
-class DriftWarning(UserWarning):
-    """Exited tokens differ from full depth more often than the certified bound allows."""
+DELTA = 0.05  # the chance that a certificate is wrong, where none is given
 
 
 class UncertifiedWarning(UserWarning):
@@ -54,6 +46,16 @@ class CertificateQuery:
     model: Fingerprint | None = None
     loss: str = TOKEN_LOSS
 
+    def __post_init__(self) -> None:
+        require_shares(risk=self.risk, delta=self.delta)
+
+
+def require_shares(**shares: float) -> None:
+    """Raise for what is not between 0 and 1, by name."""
+    for name, got in shares.items():
+        if not 0 < got < 1:
+            raise ConfigError(f"{name} is {got!r}; it must be between 0 and 1: 2 % is 0.02.")
+
 
 def find_certificate(artifact: Artifact, query: CertificateQuery) -> Certificate:
     """The most aggressive certificate of an artifact that covers a query.
@@ -69,11 +71,12 @@ def find_certificate(artifact: Artifact, query: CertificateQuery) -> Certificate
         found += [] if misses else [certificate]
     if not found:
         others = f" There is one that {', one that '.join(reasons)}." if reasons else ""
+        least = "" if query.min_layers is None else f"--min-layers {query.min_layers} "
         raise CertificateError(
             f"No certificate covers risk {query.risk} at delta {query.delta} with {query.dtype} "
             f"and kv_cache_strategy={query.kv_cache_strategy!r}.{others} Make one with "
             f"`tide certify MODEL DIR --risk {query.risk} --dtype {query.dtype} "
-            f"--kv {query.kv_cache_strategy} --data prompts.jsonl`."
+            f"--delta {query.delta} --kv {query.kv_cache_strategy} {least}--data prompts.jsonl`."
         )
     # Of equally aggressive ones the one for the risk wanted, not for a lower one.
     return max(found, key=lambda certificate: (certificate.threshold_scale, certificate.risk))
@@ -164,6 +167,38 @@ def describe_processors(processors: Iterable[Any]) -> list[str]:
     return [f"{type(processor).__name__}({settings(processor)})" for processor in processors]
 
 
+class Coverage:
+    """What a certificate covers while it is served: the weights as certified, and calls as tested.
+
+    Args:
+        certificate: what the risk rests on.
+        model: that is served.
+        parts: of the model.
+    """
+
+    def __init__(self, certificate: Certificate, model: Any, parts: Parts) -> None:
+        self._certificate, self._model, self._parts = certificate, model, parts
+        self._weights = _versions(model)
+
+    def check(self, call: Any) -> None:
+        """Raise if weights were changed; warn if a call is not one that the certificate covers."""
+        if (now := _versions(self._model)) != self._weights:
+            found = fingerprint(self._model, self._parts).to_dict()
+            if found != self._certificate.model:
+                raise CertificateError(
+                    "The model's weights were changed after its certificate was looked up, which "
+                    "covers them no longer. Calibrate and certify the changed model, or restore "
+                    "the weights."
+                )
+            self._weights = now
+        warn_if_uncovered(self._certificate, call)
+
+
+def _versions(model: Any) -> list[tuple[int, int]]:
+    """Of each parameter, which it is and how often it was written to."""
+    return [(id(p), 0 if p.is_inference() else p._version) for p in model.parameters()]
+
+
 def warn_if_uncovered(certificate: Certificate, call: Any) -> None:
     """Warn if a call picks tokens in another way, or may be longer, than was certified.
 
@@ -175,11 +210,16 @@ def warn_if_uncovered(certificate: Certificate, call: Any) -> None:
     here = describe_processors(call.logits_processor)
     there = covered.get("logits_processors", [])
     if options.do_sample and not covered.get("do_sample", False):
-        uncovered.append("do_sample=True, and it is for greedy decoding")
+        uncovered.append("do_sample=True, and certificates are for greedy decoding")
     elif here != there:
         names = [", ".join(some) or "no logits processors" for some in (here, there)]
         uncovered.append(f"{names[0]}, and it is for {names[1]}")
-    prompt = call.input_ids.shape[1]
+    audited = certificate.kv_cache_strategy == "deferred" or not uncovered
+    device, prompt = call.input_ids.device.type, call.input_ids.shape[1]
+    if torch.is_autocast_enabled(device):
+        cast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        if cast != certificate.dtype:
+            uncovered.append(f"autocast to {cast}, and it is for {certificate.dtype}")
     for limit, got, what in (
         ("max_new_tokens", call.max_length - prompt, "new tokens"),
         ("max_prompt", prompt, "tokens of a prompt"),
@@ -188,113 +228,12 @@ def warn_if_uncovered(certificate: Certificate, call: Any) -> None:
         if most is not None and got > most:
             uncovered.append(f"up to {got} {what}, and it is for at most {most}")
     if uncovered:
+        counted = "still counts it" if audited else "cannot check it"
         warnings.warn(
             f"The certificate for risk {certificate.risk} does not cover this call: "
-            f"{'; '.join(uncovered)}. The drift monitor still counts it. Certify under these "
-            "conditions with `tide certify`, or change the call.",
+            f"{'; '.join(uncovered)}. The drift monitor {counted}. Change the call, or certify for "
+            "it: `tide certify` takes --new-tokens, --max-prompt, and the logits processors of the "
+            "model's own generation config.",
             UncertifiedWarning,
-            stacklevel=2,
-        )
-
-
-@dataclass
-class DriftMonitor:
-    """An anytime-valid test that the mean loss of sequences is at most `risk`.
-
-    Attributes:
-        risk: the certified bound.
-        delta: chance of a false alarm, ever.
-        sequences: how many were seen.
-        wealth: the bettor's, of 1 at the start.
-        fired: whether it has reached 1 / delta.
-    """
-
-    risk: float
-    delta: float = 0.05
-    sequences: int = 0
-    wealth: float = 1.0
-    fired: bool = False
-    _invested: float = field(default=0.0, repr=False)
-    _sum: float = field(default=0.0, repr=False)
-    _squares: float = field(default=0.0, repr=False)
-
-    def add(self, loss: float) -> bool:
-        """Take in the loss of a sequence, between 0 and 1; returns whether it has fired by now."""
-        # The stake depends on what came before only: the excess so far over its spread.
-        n = self.sequences + 1
-        mean = (self.risk + self._sum) / n
-        spread = (self.risk * (1 - self.risk) + self._squares) / n
-        edge = max(mean - self.risk, 0.1 * self.risk)
-        stake = min(edge / (spread + edge**2), 0.5 / self.risk)
-        # Of the 1 at the start, 1 / (n (n + 1)) bets from here on, and 1 / (n + 1) is kept for
-        # later. If all of it bet from the start, many good sequences would use it up.
-        self._invested = (self._invested + 1 / (n * (n + 1))) * (1 + stake * (loss - self.risk))
-        self.wealth = self._invested + 1 / (n + 1)
-        self.sequences, self._sum = n, self._sum + loss
-        self._squares += (loss - mean) ** 2
-        self.fired |= self.wealth >= 1 / self.delta
-        return self.fired
-
-    @property
-    def estimate(self) -> float | None:
-        """Mean loss of the sequences seen; None if there was none."""
-        return self._sum / self.sequences if self.sequences else None
-
-    def reset(self) -> None:
-        """Start again, as after a new certificate."""
-        self.sequences, self.wealth, self.fired = 0, 1.0, False
-        self._invested = self._sum = self._squares = 0.0
-
-
-class CircuitBreaker:
-    """Feeds a drift monitor with what the audit finds, and reacts when it fires.
-
-    Args:
-        monitor: the test.
-        on_drift: "warn", "full_depth" (exits are off from then on), or a callable, which is given
-            the monitor.
-
-    Attributes:
-        tripped: whether exits are off.
-    """
-
-    def __init__(
-        self, monitor: DriftMonitor, on_drift: str | Callable[[DriftMonitor], Any] = "warn"
-    ) -> None:
-        if not callable(on_drift) and on_drift not in REACTIONS:
-            raise ConfigError(
-                f"on_drift is {on_drift!r}; it must be one of {', '.join(REACTIONS)}, or a "
-                "function of the drift monitor."
-            )
-        self.monitor, self.on_drift, self.tripped = monitor, on_drift, False
-
-    def add(self, losses: Iterable[float]) -> None:
-        """Take in the losses of sequences that have ended."""
-        for loss in losses:
-            if not self.monitor.fired and self.monitor.add(loss):
-                self._fire()
-
-    def reset(self) -> None:
-        """Start again, exits on."""
-        self.monitor.reset()
-        self.tripped = False
-
-    def _fire(self) -> None:
-        if callable(self.on_drift):
-            self.on_drift(self.monitor)
-            return
-        self.tripped = self.on_drift == "full_depth"
-        now = (
-            "Exits are off until engine.circuit_breaker.reset()."
-            if self.tripped
-            else "Exits stay on."
-        )
-        monitor = self.monitor
-        warnings.warn(
-            "Exited tokens differ from full depth more often than certified. Of all tokens in "
-            f"{monitor.sequences} sequences, before and after the drift, {monitor.estimate:.2%} "
-            f"differed; the certified bound is {monitor.risk:.2%}. {now} Certify on prompts like "
-            "these with `tide certify`.",
-            DriftWarning,
             stacklevel=2,
         )

@@ -16,9 +16,9 @@ import torch
 
 from tide.calibration.answers import pad_left
 from tide.calibration.data import encode_prompts
+from tide.drift import CircuitBreaker, DriftMonitor, DriftWarning
 from tide.engine import TIDE
 from tide.errors import ConfigError
-from tide.risk import CircuitBreaker, DriftMonitor, DriftWarning
 
 MAX_PROMPT = 512  # tokens
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 from tide.calibration.answers import answer
 from tide.calibration.costs import Costs, measure_costs
 from tide.calibration.data import encode_prompts, load_texts
-from tide.errors import DataError, MissingPackageError
+from tide.errors import ConfigError, DataError, MissingPackageError
+from tide.exits.files import write_whole
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.routers import TokenRouter
 from tide.models.attach import attach
@@ -110,7 +112,10 @@ class Assessment:
         for checkpoint in self.checkpoints:
             first.axvline(checkpoint + 1.5, linestyle="--", color="0.4")
         figure.suptitle(f"A gate that is never wrong: {self.ceiling:.2f}x, no training")
-        figure.savefig(path, dpi=150)
+        form = Path(path).suffix.lstrip(".")
+        if form not in (forms := figure.canvas.get_supported_filetypes()):
+            raise ConfigError(f"{path} is no image; it must end in one of {', '.join(forms)}.")
+        write_whole(Path(path), partial(figure.savefig, format=form, dpi=150))
 
 
 @torch.no_grad()

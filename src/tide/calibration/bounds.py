@@ -70,12 +70,15 @@ def learn_then_test(
 
 
 def fewest_sequences(risk: float, delta: float) -> int:
-    """The number of sequences needed to show a risk if every loss is 0; no test needs fewer.
+    """The number of sequences needed to show a risk by betting if every loss is 0.
 
     The risk may come from rare sequences that are entirely wrong; `n` draws contain none of them
-    with probability `(1 - risk) ** n`.
+    with probability `(1 - risk) ** n`, so no test needs much less.
     """
-    return int(np.ceil(np.log(delta) / np.log1p(-risk)))
+    fewest = int(np.ceil(np.log(delta) / np.log1p(-risk)))
+    while betting(np.zeros(fewest), risk) > delta:
+        fewest += 1
+    return fewest
 
 
 def _divergence(a: float, b: float) -> float:

@@ -73,9 +73,7 @@ class Documents:
         return digest.hexdigest()[:16]
 
 
-def load_prompts(
-    source: str | Path | Iterable[str], limit: int | None = None, *, streamed: int | None = None
-) -> list[Prompt]:
+def load_prompts(source: str | Path | Iterable[str], limit: int | None = None) -> list[Prompt]:
     """Prompts of a local file, a Hugging Face data set or a list, in their order, without repeats.
 
     Args:
@@ -84,18 +82,21 @@ def load_prompts(
             package, enough for a first look and not for serving; the name of a data set on the hub;
             or the texts themselves.
         limit: most texts to take.
-        streamed: most texts to take of a data set on the hub, which may have no end.
 
     Raises:
         DataError: if there is no such file or data set, or no text in it.
     """
-    if isinstance(source, (str, Path)):
-        records, name = _records(source), str(source)
-        if limit is None and not _path(source).exists():
-            limit = streamed
-    else:
-        records, name = map(Prompt, source), "the list given"
-    return _nonempty(islice(_distinct(records), limit), name)
+    return _nonempty(islice(each_prompt(source), limit), source)
+
+
+def each_prompt(source: str | Path | Iterable[str]) -> Iterator[Prompt]:
+    """Prompts of a source as `load_prompts` takes them, read as they are needed."""
+    return _distinct(_records(source) if isinstance(source, (str, Path)) else map(Prompt, source))
+
+
+def is_streamed(source: Any) -> bool:
+    """Whether a source is a data set on the hub, which may have no end."""
+    return isinstance(source, (str, Path)) and not _path(source).exists()
 
 
 def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> list[str]:
@@ -106,10 +107,10 @@ def load_texts(source: str | Path | Iterable[str], limit: int | None = None) -> 
 def load_by_category(source: str | Path, limit: int) -> list[Prompt]:
     """Prompts, taken from the categories in turn, without repeats."""
     records = _distinct(_records(source))
-    if not _path(source).exists():
+    if is_streamed(source):
         records = islice(records, limit)  # a data set has no known categories and may be large
     by: dict[str, list[Prompt]] = {}
-    for prompt in _nonempty(records, str(source)):
+    for prompt in _nonempty(records, source):
         by.setdefault(prompt.category, []).append(prompt)
     turns = zip_longest(*by.values())
     return [prompt for turn in turns for prompt in turn if prompt is not None][:limit]
@@ -153,9 +154,15 @@ def text_key(text: str) -> str:
     return hashlib.sha256(text.strip().encode()).hexdigest()[:12]
 
 
+def has_chat_format(tokenizer: Any) -> bool:
+    """Whether a tokenizer formats chats; Mistral's own does, and has no template."""
+    mistral = type(tokenizer).__name__ == "MistralCommonBackend"
+    return mistral or bool(tokenizer.chat_template)
+
+
 def encode_prompts(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Token ids of prompts, through the tokenizer's chat template where it has one."""
-    if tokenizer.chat_template:
+    """Token ids of prompts, formatted as a chat where the tokenizer does that."""
+    if has_chat_format(tokenizer):
         chats = [[{"role": "user", "content": text}] for text in texts]
         encoded = tokenizer.apply_chat_template(
             chats, add_generation_prompt=True, return_dict=True
@@ -189,10 +196,11 @@ def _distinct(prompts: Iterable[Prompt]) -> Iterator[Prompt]:
             yield prompt._replace(text=text)
 
 
-def _nonempty(prompts: Iterable[Prompt], name: str) -> list[Prompt]:
+def _nonempty(prompts: Iterable[Prompt], source: Any) -> list[Prompt]:
     """The prompts as a list; none at all is an error."""
     found = list(prompts)
     if not found:
+        name = source if isinstance(source, (str, Path)) else "the list given"
         raise DataError(f"There is no text in {name}. Name a file with one text per line.")
     return found
 
@@ -205,10 +213,16 @@ def _from_file(path: Path) -> Iterator[Prompt]:
     """Prompts of a file."""
     is_json = path.name.removesuffix(".gz").endswith((".jsonl", ".json"))
     opened: Any = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _parse(line, f"{path}, line {number}") if is_json else Prompt(line)
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _parse(line, f"{path}, line {number}") if is_json else Prompt(line)
+    except (EOFError, OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} cannot be read as text ({type(error).__name__}: {error}). Give a .txt or "
+            ".jsonl file in UTF-8, which may be gzipped."
+        ) from error
 
 
 def _parse(line: str, where: str) -> Prompt:
@@ -222,7 +236,7 @@ def _parse(line: str, where: str) -> Prompt:
     for key in _TEXT_KEYS:
         if isinstance(record, dict) and key in record:
             about = (str(record.get(name) or "") for name in ("category", "document"))
-            return Prompt(_text(record[key]), *about)
+            return Prompt(_text(record[key], f"{key} of {where}"), *about)
     raise DataError(f"{where} has none of the keys {', '.join(_TEXT_KEYS)}.")
 
 
@@ -250,10 +264,10 @@ def _from_hub(name: str) -> Iterator[Prompt]:
     if key is None:
         raise DataError(f"Data set {repository!r} has none of the fields {', '.join(_TEXT_KEYS)}.")
     if name == "wikitext":
-        yield from _articles(_text(record[key]) for record in records)
+        yield from _articles(_text(record[key], key) for record in records)
         return
     for record in records:
-        yield Prompt(_text(record[key]), document=str(record.get("document") or ""))
+        yield Prompt(_text(record[key], key), document=str(record.get("document") or ""))
 
 
 def _articles(lines: Iterable[str]) -> Iterator[Prompt]:
@@ -266,6 +280,10 @@ def _articles(lines: Iterable[str]) -> Iterator[Prompt]:
             yield Prompt(line, document=title)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, what: str) -> str:
     """A field as a text; of the turns of a conversation, the first."""
-    return str(value[0] if isinstance(value, list) else value)
+    first = value[0] if isinstance(value, list) and value else value
+    text = first.get("content") if isinstance(first, dict) else first
+    if not isinstance(text, str):
+        raise DataError(f"{what} is {str(value)[:80]!r}; it must be a text, or turns of a chat.")
+    return text

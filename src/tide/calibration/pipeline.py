@@ -34,7 +34,7 @@ from tide.config import TIDEConfig
 from tide.errors import ConfigError
 from tide.exits.artifact import Artifact
 from tide.exits.checkpoint import Checkpoint
-from tide.exits.files import ONE_FILE
+from tide.exits.files import ONE_FILE, require_writable
 from tide.exits.heads import ExitHead
 from tide.exits.table import ContinuationTable
 from tide.models.attach import attach
@@ -104,12 +104,15 @@ def calibrate(
         DataError: if the data is not available.
     """
     config = config or TIDEConfig()
-    save_path = Path(save_path)
+    save_path = Path(save_path).absolute()
+    require_writable(save_path)
     work_folder = Path(work) if work is not None else save_path.with_name(save_path.name + ".work")
     runner = attach(model)
     n_layers, hidden_size = runner.n_layers, runner.config.hidden_size
     layers = checkpoint_layers(config, n_layers)
     _check(config, layers, n_layers, label, risk)
+    if batch < 1 or vocabulary < 0:
+        raise ConfigError(f"Got batch={batch} and vocabulary={vocabulary}: at least 1 and 0.")
     prompts = load_prompts(
         data if data is not None else config.calibration_dataset, config.calibration_samples
     )

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     if args.json:
         print(json.dumps(result))
-    return 0
+    return int(result.get("exit_code", 0))
 
 
 def parser_of(filled: Collection[str]) -> argparse.ArgumentParser:

@@ -6,14 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tide.cli.loading import conditions, data_options, load, model_options
+from tide.cli.loading import conditions, data_options, from_1, load, model_options
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     model_options(parser)
     data_options(parser, samples=48)
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
+    parser.add_argument("--new-tokens", type=from_1, default=128, help="longest answer, in tokens")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the result (default: no plot)"
     )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tide.cli.loading import conditions, data_options, load, model_options
+from tide.cli.loading import conditions, data_options, from_1, load, load_model, model_options
 
 if TYPE_CHECKING:
     from tide.calibration.data import Prompt
@@ -27,8 +27,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--draft", metavar="MODEL", help="a draft model for assisted generation (default: none)"
     )
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
-    parser.add_argument("--batch", type=int, default=1, help="prompts answered together")
+    parser.add_argument("--new-tokens", type=from_1, default=128, help="longest answer, in tokens")
+    parser.add_argument("--batch", type=from_1, default=1, help="prompts answered together")
     parser.add_argument(
         "--compile", action="store_true", help="also run TIDE with compiled segments"
     )
@@ -37,7 +37,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="search for prompts that cause wrong exits or prevent exits",
     )
-    parser.add_argument("--generations", type=int, default=10, help="with --attack: search steps")
+    parser.add_argument(
+        "--generations", type=from_1, default=10, help="with --attack: search steps"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here (default: nowhere)")
 
 
@@ -49,14 +51,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from tide.calibration.fresh import unseen
     from tide.errors import ConfigError
     from tide.exits.artifact import Artifact
-    from tide.exits.files import write_whole
+    from tide.exits.files import require_writable, write_whole
 
+    _require_effect(args)
+    if args.out:
+        require_writable(args.out)
     made = Artifact.from_pretrained(args.artifact)
     enough = args.samples + len(made.record.get("used", ()))
     prompts = unseen(load_by_category(args.data, enough), made)[: args.samples]
-    if not 1 <= args.batch <= len(prompts):
+    if args.batch > len(prompts):
         raise ConfigError(
-            f"--batch must be from 1 to the number of prompts, {len(prompts)}; got {args.batch}."
+            f"--batch must be at most the number of prompts, {len(prompts)}; got {args.batch}."
         )
     # Whole batches only: passes of another size would be timed, and compiled, while they count.
     prompts = prompts[: len(prompts) // args.batch * args.batch]
@@ -81,15 +86,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _require_effect(args: argparse.Namespace) -> None:
+    """Raise for an option that would have no effect."""
+    from tide.errors import ConfigError
+
+    if args.draft and args.batch > 1:
+        raise ConfigError("--draft counts with --batch 1 only: transformers drafts for one prompt.")
+    for option in ("draft", "compile"):
+        if args.attack and getattr(args, option):
+            raise ConfigError(f"--attack runs uncompiled exits alone: omit --{option}.")
+    if args.attack and args.batch > 1:
+        raise ConfigError(f"--attack sets its own batches; got --batch {args.batch}: omit it.")
+
+
 def _modes(
     args: argparse.Namespace, made: Any, model: Any, tokenizer: Any, prompts: list[Prompt]
 ) -> Any:
-    from transformers import AutoModelForCausalLM
-
     from tide.bench.baselines import compiled_generate
     from tide.bench.compare import BASELINE, COMPILED, WARM_UP, EngineMethods, Method, compare
     from tide.calibration.answers import end_tokens, pad_left, pad_token
     from tide.calibration.data import encode_prompts
+    from tide.models.fingerprint import dtype_name
 
     alone, greedy = args.batch == 1, {"max_new_tokens": args.new_tokens, "do_sample": False}
     greedy["pad_token_id"] = pad_token(tokenizer)
@@ -100,6 +117,7 @@ def _modes(
         tensors = pad_left(tokenizer, ids[first : first + args.batch], model.device)
         encoded.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
     warm_up, *encoded = encoded
+    draft = load_model(args.draft, dtype_name(model), str(model.device)) if args.draft else None
     engines = _engines(args, made, model)
     if args.compile:
         compiled = _engines(args, made, model, compile=True)
@@ -112,8 +130,7 @@ def _modes(
         theirs["prompt lookup"] = lambda prompt: model.generate(
             **prompt, **greedy, prompt_lookup_num_tokens=10
         )
-    if args.draft and alone:
-        draft = AutoModelForCausalLM.from_pretrained(args.draft, dtype=model.dtype).to(model.device)
+    if draft is not None:
         theirs["assisted generation"] = lambda prompt: model.generate(
             **prompt, **greedy, assistant_model=draft
         )

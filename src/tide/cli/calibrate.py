@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tide.cli.loading import conditions, data_options, load, model_options
+from tide.cli.loading import conditions, data_options, from_1, load, model_options
 from tide.config import TIDEConfig
 
 INTERRUPTED = "Run the same command again to resume from the states collected so far."
@@ -21,25 +21,28 @@ def options(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, required=True, help="a folder, .safetensors or .pt file"
     )
     parser.add_argument(
-        "--interval", type=int, default=usual.checkpoint_interval, help="layers between checkpoints"
+        "--interval",
+        type=from_1,
+        default=usual.checkpoint_interval,
+        help="layers between checkpoints",
     )
     parser.add_argument(
         "--min-layers", type=int, default=usual.min_layers, help="layers before the first exit"
     )
     parser.add_argument(
-        "--bottleneck", type=int, default=usual.router_bottleneck_dim, help="size of the routers"
+        "--bottleneck", type=from_1, default=usual.router_bottleneck_dim, help="size of the routers"
     )
     parser.add_argument(
         "--risk", type=float, default=0.02, help="error rate for which to choose the thresholds"
     )
     parser.add_argument(
-        "--batch", type=int, default=4,
+        "--batch", type=from_1, default=4,
         help="choose exits for this number of sequences as well as for one",
     )  # fmt: skip
     parser.add_argument(
         "--vocabulary", type=int, default=8192, help="tokens that exit heads can predict; 0 for all"
     )
-    parser.add_argument("--new-tokens", type=int, default=160, help="longest answer, in tokens")
+    parser.add_argument("--new-tokens", type=from_1, default=160, help="longest answer, in tokens")
     parser.add_argument(
         "--off-policy",
         action="store_true",

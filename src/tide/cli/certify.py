@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tide.cli.loading import conditions, data_options, load, model_options
+from tide.cli.loading import conditions, data_options, from_1, load, model_options
 from tide.config import KV_CACHE_STRATEGIES
 
 
@@ -28,8 +28,14 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-layers", type=int, help="use no exit below this depth (default: as calibrated)"
     )
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
-    parser.add_argument("--batch", type=int, default=8, help="sequences decoded together")
+    parser.add_argument("--new-tokens", type=from_1, default=128, help="longest answer, in tokens")
+    parser.add_argument(
+        "--max-prompt",
+        type=from_1,
+        default=512,
+        help="longest prompt, in tokens; longer ones are cut",
+    )
+    parser.add_argument("--batch", type=from_1, default=8, help="sequences decoded together")
     parser.add_argument(
         "--force", action="store_true", help="certify risks below the noise floor of the dtype"
     )
@@ -38,11 +44,12 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Certify, write the certificates into the artifact, and print them."""
     from tide import __version__
-    from tide.calibration.bounds import fewest_sequences
     from tide.certification import certify
     from tide.config import TIDEConfig
     from tide.exits.artifact import Artifact
+    from tide.exits.files import require_writable
 
+    require_writable(args.artifact)
     model, tokenizer = load(args)
     least = args.min_layers
     if least is None:
@@ -50,8 +57,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = TIDEConfig(kv_cache_strategy=args.kv, min_layers=least)
     found = certify(
         model, tokenizer, args.artifact, args.data, risk=args.risk, delta=args.delta,
-        config=config, samples=args.samples, new_tokens=args.new_tokens, batch=args.batch,
-        force=args.force, version=__version__,
+        config=config, samples=args.samples, new_tokens=args.new_tokens,
+        max_prompt=args.max_prompt, batch=args.batch, force=args.force, version=__version__,
     )  # fmt: skip
     for certificate in found:
         print(
@@ -59,12 +66,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"threshold scale {certificate.threshold_scale:g}, {certificate.estimate:.2%} measured "
             f"on {certificate.sequences} sequences."
         )
-    for risk in sorted(set(args.risk) - {certificate.risk for certificate in found}):
+    missing = sorted(set(args.risk) - {certificate.risk for certificate in found})
+    for risk in missing:
         print(
-            f"Risk {risk:g} could not be certified at any setting. Use more prompts: it takes at "
-            f"least {fewest_sequences(risk, args.delta)}, even if no token differs."
+            f"Risk {risk:g} could not be shown at any setting. Certify a higher risk; or give more "
+            "prompts, and others: those that were tested are not used for this claim again."
         )
     return {
         "conditions": conditions(model),
         "certificates": [certificate.to_dict() for certificate in found],
+        "exit_code": 1 if missing else 0,
     }

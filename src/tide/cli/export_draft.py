@@ -8,6 +8,8 @@ from typing import Any
 
 from tide.cli.loading import load, model_options
 
+INTERRUPTED = "The folder may hold a part of the draft model; run the same command again."
+
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
@@ -20,8 +22,11 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Write the draft model, and print what it costs."""
     from tide.exits.artifact import Artifact
+    from tide.exits.files import naming
     from tide.integrations.draft import export_draft
 
+    with naming(args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
     model, tokenizer = load(args)
     made = Artifact.from_pretrained(args.artifact)
     layers = args.layers or made.checkpoints[0].layer + 1

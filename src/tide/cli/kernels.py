@@ -58,6 +58,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         from tide.exits.files import write_whole
 
         write_whole(args.out, lambda path: path.write_text(json.dumps(result, indent=1) + "\n"))
+    off = [c for c in result.get("checks", ()) if not c["error"] <= c["allowed"]]
+    for check in off:
+        print(
+            f"{check['operation']} in {check['dtype']} is off by {check['error']:.3g}; at most "
+            f"{check['allowed']:.3g} is allowed. Set TIDE_KERNELS=reference, and report what "
+            "`tide kernels --check --json` prints."
+        )
+    result["exit_code"] = 1 if off else 0
     return result
 
 
@@ -77,7 +85,6 @@ def _check(device: Any, dtype: Any) -> list[dict[str, Any]]:
     """Every operation through dispatch, against the reference in float32."""
     import torch
 
-    from tide.errors import SelfCheckError
     from tide.kernels import operators, reference
     from tide.kernels.cases import TINY, make_cases
     from tide.kernels.dispatch import choose
@@ -92,16 +99,9 @@ def _check(device: Any, dtype: Any) -> list[dict[str, Any]]:
             given = case.copied()
             got = _results(getattr(module, case.operation)(*given), given)
             errors.append(max(map(_error, got, expected)))
-        allowed = 2 * errors[1] + 1e-4
-        if errors[0] > allowed:
-            raise SelfCheckError(
-                f"{case.operation} in {str(dtype)[6:]} is off by {errors[0]:.3g}; at most "
-                f"{allowed:.3g} is allowed. Set TIDE_KERNELS=reference, and report "
-                "`tide kernels --check --json`."
-            )
         found.append(
             {"operation": case.operation, "dtype": str(dtype)[6:], "ran": backend,
-             "error": errors[0], "reference's": errors[1]}
+             "error": errors[0], "reference's": errors[1], "allowed": 2 * errors[1] + 1e-4}
         )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)

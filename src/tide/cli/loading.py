@@ -10,15 +10,27 @@ from typing import Any
 from tide.cli import did_you_mean
 from tide.errors import UnsupportedModelError
 
+# Strategies by which accelerate spreads a model over devices; all else names one device.
+_SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def from_1(given: str) -> int:
+    """A number of at least 1, of an option."""
+    if not given.isdecimal() or int(given) < 1:
+        raise argparse.ArgumentTypeError(f"{given!r} is not a whole number from 1 on")
+    return int(given)
 
 
 def model_options(parser: argparse.ArgumentParser) -> None:
     """Options of every command that loads a model."""
     parser.add_argument("model", metavar="MODEL", help="a hub id or a folder")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="precision of the weights")
-    parser.add_argument("--device", help="device map: auto, cpu, cuda, ... (default: cpu)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    parser.add_argument(
+        "--device", help="cpu, cuda, cuda:1, ..., or auto: over all there are (default: cpu)"
+    )
+    parser.add_argument("--threads", type=from_1, help="CPU threads (default: torch's choice)")
 
 
 def data_options(parser: argparse.ArgumentParser, samples: int) -> None:
@@ -28,7 +40,9 @@ def data_options(parser: argparse.ArgumentParser, samples: int) -> None:
         default="wikitext",
         help="prompts: a .txt or .jsonl file, a data set, or starter, which comes with TIDE",
     )
-    parser.add_argument("--samples", type=int, default=samples, help="number of prompts, at most")
+    parser.add_argument(
+        "--samples", type=from_1, default=samples, help="number of prompts, at most"
+    )
 
 
 _FLAGS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")  # what the speed of a CPU depends on
@@ -98,25 +112,37 @@ def load(args: argparse.Namespace) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
     except (OSError, ValueError) as error:
-        raise _cannot_load(args.model, error) from error
+        raise cannot_load(args.model, error) from error
     return load_model(args.model, args.dtype, args.device), tokenizer
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any:
     """A model in evaluation mode, from a hub id or a folder."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    wanted, spread = dtype if dtype == "auto" else getattr(torch, dtype), device in _SPREAD
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), device_map=device
+            name, dtype=wanted, device_map=device if spread else None
         )
-    except (OSError, ValueError) as error:
-        raise _cannot_load(name, error) from error
+        if device is not None and not spread:
+            model.to(torch.device(device))  # type: ignore[arg-type]
+    except (
+        AssertionError,
+        ImportError,
+        OSError,
+        RuntimeError,
+        SafetensorError,
+        ValueError,
+    ) as error:
+        raise cannot_load(name, error) from error
     return model.eval()
 
 
-def _cannot_load(name: str, error: Exception) -> UnsupportedModelError:
+def cannot_load(name: str, error: Exception) -> UnsupportedModelError:
+    """The error for a model that is not there, or not to be loaded."""
     return UnsupportedModelError(
         f"{name!r} cannot be loaded as a causal language model."
         f"{did_you_mean(name, _near(name))} MODEL is a folder or a hub id. {error}"

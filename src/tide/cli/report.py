@@ -20,6 +20,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Read, draw, and write."""
+    from functools import partial
     from io import StringIO
 
     from tide.errors import ConfigError
@@ -32,11 +33,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("There is nothing to write. Give --html FILE, --png FOLDER, or both.")
     runs = Runs.read(args.runs)
     drawn, written = figures(runs), list[Path]()
-    if args.png:
-        args.png.mkdir(parents=True, exist_ok=True)
-        for name, (_, figure) in drawn.items():
-            written.append(args.png / f"{name}.png")
-            figure.savefig(written[-1], dpi=120)
+    for name, (_, figure) in drawn.items() if args.png else ():
+        written.append(args.png / f"{name}.png")
+        write_whole(written[-1], partial(figure.savefig, format="png", dpi=120))
     if args.html:
         charts = {}
         for name, (title, figure) in drawn.items():

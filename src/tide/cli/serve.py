@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from tide.cli.loading import cannot_load
+
 PASSES_ON = True  # options that are not ours are vLLM's
 INTERRUPTED = "The server was stopped."
 
@@ -107,6 +109,7 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
         )
     arguments = ["--model", args.model, "--dtype", args.dtype]
     if args.off:
+        _require_effect(args, {**_WITH_RISK, **_WITH_EXITS, **_WITH_DRAFTS}, "exits or drafts")
         return [*arguments, *args.rest]
     for ours in ("--additional-config", "--speculative-config", "--config"):
         if _given(args.rest, ours):
@@ -120,6 +123,7 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
         settings = _exits(args)
         arguments += _piecewise(args.rest)
     elif lossless == "auto" and (reason := _against_drafts(args)):
+        _require_effect(args, {**_WITH_RISK, **_WITH_EXITS, **_WITH_DRAFTS}, "exits or drafts")
         print(f"tide serve: no drafts, since {reason}. To draft nevertheless, add --lossless.",
               file=sys.stderr)  # fmt: skip
         return [*arguments, *args.rest]
@@ -158,8 +162,6 @@ def _lossless(args: argparse.Namespace) -> dict[str, Any]:
 
 def _exits(args: argparse.Namespace) -> dict[str, Any]:
     """The plugin's settings for exits; raises unless artifact and certificate allow them."""
-    from transformers import AutoConfig
-
     from tide.errors import CertificateError, ConfigError
     from tide.exits.artifact import Artifact
     from tide.risk import CertificateQuery, find_certificate
@@ -169,7 +171,7 @@ def _exits(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             "Exits need an artifact: `tide calibrate MODEL -o DIR`, then `tide serve MODEL DIR`."
         )
-    require_architecture(AutoConfig.from_pretrained(args.model))
+    require_architecture(_config(args.model))
     made = Artifact.from_pretrained(args.artifact)
     settings = {
         "artifact": args.artifact, "audit_rate": args.audit_rate, "gates": args.gates,
@@ -183,6 +185,15 @@ def _exits(args: argparse.Namespace) -> dict[str, Any]:
         )
     find_certificate(made, CertificateQuery(args.risk, args.delta, _dtype(args), "propagate"))
     return settings | {"risk": args.risk, "delta": args.delta, "on_drift": args.on_drift}
+
+
+def _config(model: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise cannot_load(model, error) from error
 
 
 def _piecewise(rest: Sequence[str]) -> list[str]:
@@ -231,13 +242,11 @@ def _given(rest: Sequence[str], option: str) -> bool:
 def _dtype(args: argparse.Namespace) -> str:
     """The dtype that vLLM will use."""
     if args.dtype != "auto":
-        return str(args.dtype)
-    from transformers import AutoConfig
-
+        return {"half": "float16", "float": "float32"}.get(args.dtype, str(args.dtype))
     from tide.models.fingerprint import dtype_name
 
     # vLLM serves weights stored in full precision in half precision.
-    found = dtype_name(AutoConfig.from_pretrained(args.model))
+    found = dtype_name(_config(args.model))
     return "bfloat16" if found == "float32" else found
 
 

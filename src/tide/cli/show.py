@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tide.cli.loading import conditions, load, model_options
+from tide.cli.loading import conditions, from_1, load, model_options
 
 # What there is to try; the answers to the first repeat parts of it, so that drafts are accepted.
 EXAMPLES = (
@@ -38,7 +38,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threshold", type=float, help="one confidence for all exits, uncertified (default: none)"
     )
-    parser.add_argument("--new-tokens", type=int, default=128, help="longest answer, in tokens")
+    parser.add_argument("--new-tokens", type=from_1, default=128, help="longest answer, in tokens")
     parser.add_argument("--raw", action="store_true", help="use no chat template")
     parser.add_argument("--compile", action="store_true", help="compile the segments first")
     parser.add_argument(
@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
     """The artifact and the prompt; checks all options before a model is loaded."""
     from tide.errors import ConfigError
-    from tide.exits.files import HEADER
+    from tide.exits.files import is_artifact
 
     inputs = list(args.inputs)
     if len(inputs) > 2:
@@ -148,7 +148,7 @@ def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
             f"Got {len(inputs)} arguments after MODEL; expected DIR and PROMPT. Put the prompt in "
             "quotes."
         )
-    if not inputs or (len(inputs) == 1 and Path(inputs[0], HEADER).exists()):
+    if not inputs or (len(inputs) == 1 and is_artifact(inputs[0])):
         print(f"No prompt is given; this is an example: {EXAMPLES[0]}")
         print("Others to try: " + " | ".join(EXAMPLES[1:]))
         inputs.append(EXAMPLES[0])
@@ -172,21 +172,26 @@ def _engine(args: argparse.Namespace, model: Any, folder: str | None) -> Any:
     from tide.config import TIDEConfig
     from tide.engine import TIDE
     from tide.exits.artifact import Artifact
+    from tide.models.fingerprint import dtype_name
+    from tide.risk import DELTA, CertificateQuery, find_certificate
 
     if args.mode == "lossless":
         return TIDE(model, folder, compile=args.compile)
     made = Artifact.from_pretrained(str(folder))
+    least = made.config.min_layers
+    if args.risk is not None:  # a certificate brings its own
+        query = CertificateQuery(args.risk, DELTA, dtype_name(model), "deferred")
+        least = find_certificate(made, query).min_layers
     config = TIDEConfig(
-        exit_threshold=args.threshold, audit_tail=True, min_layers=made.config.min_layers,
-        mode=args.mode,
-    )  # fmt: skip
-    # A certificate brings its own settings.
-    given = None if args.risk is not None and args.mode == "auto" else config
-    return TIDE(model, made, given, risk=args.risk, compile=args.compile)
+        exit_threshold=args.threshold, audit_tail=True, min_layers=least, mode=args.mode
+    )
+    return TIDE(model, made, config, risk=args.risk, compile=args.compile)
 
 
 def _encode(tokenizer: Any, prompt: str, raw: bool) -> Any:
-    if raw or not tokenizer.chat_template:
+    from tide.calibration.data import has_chat_format
+
+    if raw or not has_chat_format(tokenizer):
         return tokenizer(prompt, return_tensors="pt")
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt",

@@ -43,7 +43,8 @@ class Artifact:
         vocabulary: token ids that the exit heads read, `[v]`; None for all.
         candidates: token ids that prefilters read, `[c]`; None if there are none.
         table: tensors of the draft table; empty for none.
-        record: how it was made, for people and for `tide report`; not read by the engine.
+        record: how it was made, for people and for `tide report`; certification reads which prompts
+            were `used`, and on which it has `failed`.
         certificates: which risks hold, and under which conditions.
         recording: held-out answers, by which exits and drafts are compared; None for none.
     """
@@ -115,7 +116,8 @@ class Artifact:
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
             raise ArtifactError(
                 f"There is no model card for this record ({files.reason(error)}): it is not as "
-                "calibration writes it. Set `record` to {} to save the artifact without it."
+                "calibration writes it. To save the artifact without it, keep `used` alone, by "
+                "which certification knows what it must not test on."
             ) from error
         entry = files.custom_generate(name or str(Path(folder).resolve()))
         for path in entry:
@@ -125,9 +127,7 @@ class Artifact:
                     "link, or save elsewhere."
                 )
         folder = self.save(folder)
-        for path, page in {files.CARD: card, **entry}.items():
-            raw = page.encode("utf-8", "replace")
-            files.write_whole(folder / path, lambda p, raw=raw: p.write_bytes(raw))  # type: ignore[misc]
+        files.write_pages(folder, {files.CARD: card, **entry})
         return folder
 
     @classmethod
@@ -226,7 +226,10 @@ class Artifact:
         require_keys(header["fingerprint"], {"config", "head", "layers"}, "the fingerprint")
         mapping(header["fingerprint"], "the fingerprint", text)
         mapping(header["config"], "config")
-        listed(mapping(header["record"], "record").get("used", []), "used", text)
+        record = mapping(header["record"], "record")
+        listed(record.get("used", []), "used", text)
+        for keys in mapping(record.get("failed", {}), "failed").values():
+            listed(keys, "failed", text)
         certificates = listed(header["certificates"], "certificates", most=256)
         hidden_size = whole(header["hidden_size"], "hidden_size", 1, MOST_HIDDEN)
         tensors = dict(tensors)

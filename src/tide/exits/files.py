@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 from uuid import uuid4
 
@@ -70,7 +73,8 @@ def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         require_small(text)
     except ValueError as error:
         raise ArtifactError(
-            f"{path} could not be read again: {error}. Remove what is large from `record`."
+            f"{path} could not be read again: {error}. Remove what is large from `record`, but not "
+            "`used`."
         ) from error
     if path.suffix in ONE_FILE:
         write_whole(path, lambda p: save_file(dict(tensors), p, metadata={"tide": text}))
@@ -92,6 +96,32 @@ def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         finally:
             if folder != path:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_pages(folder: Path, pages: Mapping[str, str]) -> None:
+    """Write pages by their paths in a folder; what others have put there stays, with a warning."""
+    for name, page in pages.items():
+        path, raw = folder / name, page.encode("utf-8", "replace")
+        ours = b"library_name: tide" if name == CARD else b"tide"
+        if path.exists() and ours not in path.read_bytes():  # such as the card of the model itself
+            warnings.warn(f"{path} was not written by TIDE, so it stays.", stacklevel=4)
+        else:
+            write_whole(path, lambda scratch, raw=raw: scratch.write_bytes(raw))  # type: ignore[misc]
+
+
+def is_artifact(name: str) -> bool:
+    """Whether a name, or any other text, is the path of an artifact."""
+    of_file = name.endswith(ONE_FILE) and os.path.isfile(name)
+    return of_file or os.path.isfile(os.path.join(name, HEADER))  # pathlib raises for long names
+
+
+def require_writable(path: Path) -> None:
+    """Raise if nothing could be written to a path, before the work whose result goes there."""
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in {path.parent, path} if path.is_dir() else {path.parent}:
+            with TemporaryFile(dir=folder):
+                pass
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

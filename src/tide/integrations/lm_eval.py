@@ -21,7 +21,7 @@ from tide.engine import TIDE
 from tide.errors import ConfigError, MissingPackageError
 from tide.exits.artifact import Artifact
 from tide.models.fingerprint import dtype_name
-from tide.risk import CertificateQuery, find_certificate
+from tide.risk import DELTA, CertificateQuery, find_certificate
 
 try:
     from lm_eval.api.registry import register_model
@@ -33,7 +33,6 @@ except ImportError as error:
     ) from error
 
 _GENERATED = ("total_tokens", "exited_tokens", "layers_run", "layers_full", "audited", "differed")
-_DELTA = 0.05  # of certificates; the harness uses `delta` for something else
 
 
 @register_model("tide")
@@ -89,9 +88,9 @@ class TIDELM(HFLM):
             depth = made.config.min_layers
             if risk is not None:
                 kv, dtype = config.kv_cache_strategy, dtype_name(self.model)
-                depth = find_certificate(made, CertificateQuery(risk, _DELTA, dtype, kv)).min_layers
+                depth = find_certificate(made, CertificateQuery(risk, DELTA, dtype, kv)).min_layers
             config = config.with_(min_layers=depth)
-        self.engine = TIDE(self.model, made, config, risk=risk, delta=_DELTA)
+        self.engine = TIDE(self.model, made, config, risk=risk)
         self._settings = {
             "mode": mode,
             **only_exit,

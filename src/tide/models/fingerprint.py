@@ -57,17 +57,25 @@ class Fingerprint:
 
 def fingerprint(model: Any, parts: Parts) -> Fingerprint:
     """Take the fingerprint of `model`; offloaded weights are read where they are kept."""
+    known = [
+        ("norm", parts.norm),
+        ("head", parts.head),
+        ("embeddings", model.get_input_embeddings()),
+    ]
+    layers = [(str(i), layer) for i, layer in enumerate(parts.layers)]
+    hashed = {id(module) for _, whole in [*known, *layers] for module in whole.modules()}
+    # What else the decoder has, such as embeddings of positions.
+    others = [(name, m) for name, m in parts.decoder.named_modules() if id(m) not in hashed]
     return Fingerprint(
         config=config_hash(text_config(model)),
-        head=_hash_weights(
-            [
-                ("norm", parts.norm),
-                ("head", parts.head),
-                ("embeddings", model.get_input_embeddings()),
-            ]
-        ),
-        layers=_hash_weights([(str(i), layer) for i, layer in enumerate(parts.layers)]),
+        head=_hash_weights([*_modules(known), *others]),
+        layers=_hash_weights(_modules(layers)),
     )
+
+
+def _modules(of: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """The modules inside of modules, each with its name."""
+    return [pair for prefix, module in of for pair in module.named_modules(prefix=prefix)]
 
 
 def config_hash(config: Any) -> str:
@@ -79,12 +87,11 @@ def config_hash(config: Any) -> str:
 @torch.no_grad()
 def _hash_weights(modules: list[tuple[str, nn.Module]]) -> str:
     digest = hashlib.sha256()
-    for prefix, module in modules:
-        for name, owner in module.named_modules(prefix=prefix):
-            with _weights_at_hand(owner):
-                for key, weight in _stored(owner):
-                    digest.update(f"{name}.{key}{tuple(weight.shape)}".encode())
-                    digest.update(_sample(weight))
+    for name, owner in modules:
+        with _weights_at_hand(owner):
+            for key, weight in _stored(owner):
+                digest.update(f"{name}.{key}{tuple(weight.shape)}".encode())
+                digest.update(_sample(weight))
     return digest.hexdigest()[:16]
 
 

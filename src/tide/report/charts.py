@@ -36,7 +36,9 @@ def peers(runs: Runs, axes: Axes) -> None:
     axes.barh(names, speeds, xerr=spread, color=colours, error_kw={"ecolor": _LINES})
     axes.axvline(1, color=_LINES, linewidth=0.8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"speed-up over {names[0]}; lines: per-prompt speed-up, p20 to p80")
+    axes.set_xlabel(
+        f"speed-up over {_label(runs.baseline)}; lines: per-prompt speed-up, p20 to p80"
+    )
 
 
 def risk_speed(runs: Runs, axes: Axes) -> None:

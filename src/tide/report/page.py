@@ -45,8 +45,9 @@ def report_page(runs: Runs, charts: Mapping[str, tuple[str, str]]) -> str:
     drawn = "".join(
         f'<h2>{escape(title)}</h2><div class="fit">{svg}</div>' for title, svg in charts.values()
     )
-    head = ("method", "speed-up", "per-prompt speed-up p20 / p50 / p80", "ideal speed-up",
-            "exit rate", "disagreement (audited)", "certified bound")  # fmt: skip
+    head = ("method", f"speed-up over {escape(runs.baseline)}",
+            "per-prompt speed-up p20 / p50 / p80", "ideal speed-up", "exit rate",
+            "disagreement (audited)", "certified bound")  # fmt: skip
     rows = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(method)) + "</tr>"
         for method in runs.methods

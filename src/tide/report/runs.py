@@ -20,7 +20,8 @@ class Runs:
 
     Attributes:
         conditions: the same for all of them.
-        methods: every method that was timed, as `tide bench` wrote it; the first is the baseline.
+        methods: every method that was timed, as `tide bench` wrote it; where more than one run has
+            one of ours, with the name of the file. The first is HF `generate`.
     """
 
     conditions: dict[str, Any]
@@ -33,6 +34,8 @@ class Runs:
         Raises:
             DataError: with the conditions that differ, or the file that is not a benchmark.
         """
+        if len(set(paths)) < len(paths):
+            raise DataError(f"Got {', '.join(map(str, paths))}: one is given twice. Omit it.")
         runs = [_read(path) for path in paths]
         first, methods = runs[0]["conditions"], dict[str, dict[str, Any]]()
         for path, run in zip(paths, runs, strict=True):
@@ -47,14 +50,19 @@ class Runs:
                     f"{paths[0]} and {path} were run under different conditions: "
                     f"{', '.join(differing)}. They cannot be compared; report each separately."
                 )
-            for i, method in enumerate(run["results"]):
-                # The baseline is in every run; any other method may be in one only.
-                if methods.setdefault(method["method"], method) is not method and i > 0:
-                    raise DataError(
-                        f"{method['method']!r} is in more than one of the runs. Report only one of "
-                        "them."
-                    )
+            for method in run["results"]:
+                name = method["method"]
+                if name in methods and "layers_run" not in method:
+                    continue  # what runs without us is the same in every run
+                if name in methods:
+                    name = method["method"] = f"{name} ({path.stem})"
+                methods[name] = method
         return cls(first, list(methods.values()))
+
+    @property
+    def baseline(self) -> str:
+        """What speed-ups are over: the fastest method without us."""
+        return str(self.methods[0].get("baseline", self.methods[0]["method"]))
 
     @property
     def ours(self) -> list[dict[str, Any]]:

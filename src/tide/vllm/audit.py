@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tide.risk import DriftMonitor
+from tide.drift import DriftMonitor, InOrder
 from tide.vllm.metadata import Requests
 from tide.vllm.metrics import Metrics
 from tide.vllm.settings import Settings
@@ -29,6 +29,7 @@ class Followed:
 
     Attributes:
         audited: whether it runs at full depth.
+        number: how many audited requests began before it.
         length: tokens so far.
         new: tokens predicted so far; the first is the prompt's.
         differ: those that differ from the target tokens, but for the newest.
@@ -36,6 +37,7 @@ class Followed:
     """
 
     audited: bool
+    number: int
     length: int = 0
     new: int = 1
     differ: int = 0
@@ -50,7 +52,8 @@ class Audit:
         metrics: to count in.
         logits: vLLM's LM head.
         ahead: whether vLLM schedules a step before it knows the tokens of the one before; a request
-            that has ended is then in one more pass, whose token nobody gets.
+            that has ended may then be in one more pass, whose token nobody gets, so the newest
+            token of a request is not counted.
 
     Attributes:
         monitor: the drift monitor; None without a certificate.
@@ -75,6 +78,7 @@ class Audit:
         # By the KV cache block of their newest token, which no other request shares.
         self._running: dict[int, Followed] = {}
         self._audited: dict[int, Followed] = {}  # by their index in the pass
+        self._begun, self._losses = 0, InOrder()
 
     def follow(self, requests: Requests, decoding: Sequence[int]) -> dict[int, Tensor | None]:
         """Find the requests of the last pass again; those that no longer decode have ended.
@@ -98,7 +102,9 @@ class Audit:
             if known is not None and known.length < length:
                 del self._running[before]
             else:
-                known = Followed(audited=self._draw.random() < self._settings.audit_rate)
+                audited = self._draw.random() < self._settings.audit_rate
+                known = Followed(audited, self._begun)
+                self._begun += audited
             known.length, known.new = length, known.new + 1
             known.differ, known.newest_differs = known.differ + known.newest_differs, False
             running[now] = known
@@ -134,7 +140,8 @@ class Audit:
             new -= 1
         else:
             differ += request.newest_differs
-        if monitor is None or monitor.fired or not monitor.add(differ / new):
+        losses = self._losses.end(request.number, differ / new)
+        if monitor is None or monitor.fired or not any(monitor.add(loss) for loss in losses):
             return
         self.tripped = self._settings.on_drift == "full_depth"
         logger.warning(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from tide.drift import REACTIONS
 from tide.errors import ArtifactError, CertificateError, ConfigError, UnsupportedModelError
 from tide.exits.artifact import Artifact
 from tide.exits.checkpoint import Checkpoint
 from tide.models.fingerprint import config_hash, dtype_name
-from tide.risk import REACTIONS, CertificateQuery, find_certificate
+from tide.risk import CertificateQuery, find_certificate
 from tide.strangers import flag, number, optional, share, text, whole
 from tide.vllm import ARCHITECTURES, require_version
+
+logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 
 _CHOICES = {
     "mode": ("exit", "lossless"), "on_drift": REACTIONS, "attention": ("subset", "all"),
@@ -164,6 +168,12 @@ class Settings:
         dtype = dtype_name(vllm_config.model_config)
         query = CertificateQuery(self.risk, self.delta, dtype, "propagate")
         found = find_certificate(made, query)
+        logger.warning(
+            "TIDE: risk %g is certified for greedy decoding (temperature 0), of prompts of at most "
+            "%s tokens and answers of at most %s. Other requests are served too, and no "
+            "certificate covers them; vLLM samples unless a request sets a temperature of 0.",
+            found.risk, *(found.generation.get(of) for of in ("max_prompt", "max_new_tokens")),
+        )  # fmt: skip
         return made, made.checkpoints_from(found.min_layers), found.threshold_scale
 
 
