@@ -359,3 +359,15 @@ def test_data_that_is_no_text_is_refused(tmp_path: Path, raw: bytes, message: st
         load_prompts(tmp_path)
     path.write_text('{"turns": [{"role": "user", "content": "hi"}]}')
     assert [prompt.text for prompt in load_prompts(path)] == ["hi"]
+
+
+def test_kernels_that_are_off_are_told_and_fail_the_command(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"operation": "top_token", "dtype": "float32", "ran": "triton", "error": 0.5,
+           "reference's": 0.0, "allowed": 1e-4}  # fmt: skip
+    monkeypatch.setattr("tide.cli.kernels._check", lambda device, dtype: [row])
+    assert main(["kernels", "--check", "--json"]) == 1
+    out = capsys.readouterr().out
+    assert "top_token in float32 is off by 0.5; at most 0.0001 is allowed" in out
+    assert json.loads(out.strip().splitlines()[-1])["checks"][0] == row
