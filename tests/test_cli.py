@@ -332,6 +332,13 @@ def test_a_risk_that_is_not_shown_fails_the_command(folder: Path, capsys: Any) -
     assert code == found["exit_code"] == (0 if found["certificates"] else 1)
 
 
+def test_the_card_serves_all_exits(folder: Path) -> None:
+    assert (
+        "TIDEConfig(exit_threshold=None, min_layers=2))"
+        in (folder / "router/README.md").read_text()
+    )
+
+
 def test_a_card_of_others_stays(folder: Path) -> None:
     made, card = Artifact.load(folder / "router"), folder / "model" / "README.md"
     card.write_text("# The model's own card, which mentions tide")

@@ -190,6 +190,7 @@ def calibrate(
         "dtype": dtype_name(model),
         **data_record(collection),
         "on_policy": on_policy,
+        "min_layers": config.min_layers,
         "label": label,
         "seed": seed,
         "heads": head_table(scores, untrained, collection, fitted.vocabulary),

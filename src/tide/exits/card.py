@@ -11,6 +11,9 @@ def model_card(record: Mapping[str, Any]) -> str:
     """The README.md of an artifact folder, from the record that calibration keeps."""
     base = " ".join(str(record.get("model", "the model it was made for")).split())
     quoted = json.dumps(base, ensure_ascii=False)  # in YAML and in Python: it may hold anything
+    exits = "exit_threshold=None"
+    if "min_layers" in record:
+        exits += f", min_layers={int(record['min_layers'])}"
     lines = [
         "---",
         "library_name: tide",
@@ -29,7 +32,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "",
         f"model = AutoModelForCausalLM.from_pretrained({quoted})",
         'engine = TIDE(model, "path/to/this/folder")  # lossless',
-        'engine = TIDE(model, "path/to/this/folder", TIDEConfig(exit_threshold=None))  # exits',
+        f'engine = TIDE(model, "path/to/this/folder", TIDEConfig({exits}))  # exits',
         "# or, without an engine of your own (runs the code in custom_generate/):",
         'model.generate(..., custom_generate="path/to/this/folder", trust_remote_code=True)',
         "```",
