@@ -315,7 +315,10 @@ def test_a_long_prompt_is_no_file_name(folder: Path, monkeypatch: pytest.MonkeyP
     assert not is_artifact(str(folder / "texts.txt"))
 
 
-def test_one_device_needs_no_device_map(folder: Path, capsys: Any) -> None:
+def test_one_device_needs_no_accelerate(
+    folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.utils.is_accelerate_available", lambda *_: False)
     assert not hasattr(load_model(str(folder / "model"), device="cpu"), "hf_device_map")
     assert main(["assess", str(folder / "model"), "--device", "nowhere"]) == 1
     assert "cannot be loaded as a causal language model" in capsys.readouterr().err
@@ -364,7 +367,7 @@ def test_data_that_is_no_text_is_refused(tmp_path: Path, raw: bytes, message: st
         load_prompts(path)
     with pytest.raises(DataError, match="cannot be read as text"):
         load_prompts(tmp_path)
-    path.write_text('{"turns": [{"role": "user", "content": "hi"}]}')
+    path.write_text('{"turns": [{"role": "system", "content": "be brief"}, {"content": "hi"}]}')
     assert [prompt.text for prompt in load_prompts(path)] == ["hi"]
 
 

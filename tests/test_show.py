@@ -217,11 +217,14 @@ def test_runs_under_different_conditions_are_not_mixed(tmp_path: Path) -> None:
         Runs.read([first, first])
     again = Runs.read([first, write(tmp_path / "again.json", methods)])
     assert [m["method"] for m in again.methods] == [
-        "HF generate", "exit, risk 0.02", "exit, risk 0.02 (again)",
+        "HF generate", "exit, risk 0.02", "exit, risk 0.02 (2: again)",
     ]  # fmt: skip
     assert again.baseline == "HF generate"
     methods[0]["baseline"] = "HF generate, compiled"
-    assert Runs.read([write(tmp_path / "e.json", methods)]).baseline == "HF generate, compiled"
+    other = write(tmp_path / "e.json", methods)
+    assert Runs.read([other]).baseline == "HF generate, compiled"
+    with pytest.raises(DataError, match=r"baseline \(None and HF generate, compiled\)"):
+        Runs.read([first, other])
     with pytest.raises(DataError, match="cannot be read"):
         Runs.read([tmp_path / "nowhere.json"])
     for text in ("[1]", "{", '{"results": [{"method": "HF generate"}], "conditions": {}}'):

@@ -59,10 +59,22 @@ def test_a_request_that_has_ended_gives_one_loss(audit: Any) -> None:
     run(audit, {0: RIGHT, 1: WRONG}, requests((5, [7, 9]), (3, [8, 0])))
     assert audit.losses == []
     run(audit, {0: WRONG}, requests((6, [7, 9])))
-    assert audit.losses == [pytest.approx(1 / 3)]  # one of three: the first is the prompt's
+    assert audit.losses == []  # that of the second waits for that of the first
     run(audit, {}, requests((4, [5, 0])), decoding=[])  # a prompt is read
-    assert audit.losses == [pytest.approx(1 / 3), 0.5]
+    assert audit.losses == [0.5, pytest.approx(1 / 3)]  # one of three: the first is the prompt's
     run(audit, {}, requests((2, [6, 0])), decoding=[])
+    assert len(audit.losses) == 2
+
+
+def test_a_long_request_holds_up_no_other(audit: Any) -> None:
+    audit._longest = 3
+    run(audit, {0: WRONG, 1: RIGHT}, requests((2, [7, 0]), (2, [8, 0])))
+    run(audit, {0: RIGHT}, requests((3, [7, 0])))  # the second has ended
+    assert audit.losses == []
+    assert list(audit.follow(requests((4, [7, 0])), [0])) == []  # its fourth token: not audited
+    assert audit.losses == [pytest.approx(1 / 3), 0.0]
+    audit.compare({}, RIGHT.repeat(1, 1))
+    run(audit, {}, requests((1, [1, 0])), decoding=[])
     assert len(audit.losses) == 2
 
 

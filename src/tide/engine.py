@@ -182,7 +182,7 @@ class TIDE:
         losses = InOrder()
 
         def on_finished(some: Sequence[SequenceState]) -> bool:
-            """Feed the monitor as soon as a sequence ends; the others go on at full depth."""
+            """Feed the monitor as sequences end, in order; returns whether exits may go on."""
             if monitored is None or not exact:
                 return True
             for sequence in some:

@@ -94,12 +94,9 @@ class Assessment:
 
     def plot(self, path: str | Path) -> None:
         """Draw the table into an image file."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingPackageError("Plots need matplotlib: pip install 'tide-llm[plot]'.") from (
-                error
-            )
+        form = image_form(path)
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(8, 7), layout="constrained")
         agree, first = figure.subplots(2, 1, sharex=True)
         depths = range(1, self.n_layers + 1)
@@ -112,10 +109,23 @@ class Assessment:
         for checkpoint in self.checkpoints:
             first.axvline(checkpoint + 1.5, linestyle="--", color="0.4")
         figure.suptitle(f"A gate that is never wrong: {self.ceiling:.2f}x, no training")
-        form = Path(path).suffix.lstrip(".")
-        if form not in (forms := figure.canvas.get_supported_filetypes()):
-            raise ConfigError(f"{path} is no image; it must end in one of {', '.join(forms)}.")
         write_whole(Path(path), partial(figure.savefig, format=form, dpi=150))
+
+
+def image_form(path: str | Path) -> str:
+    """The format of an image, by its name.
+
+    Raises:
+        ConfigError: if there is no such format.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise MissingPackageError("Plots need matplotlib: pip install 'tide-llm[plot]'.") from error
+    form = Path(path).suffix.lstrip(".").lower() or "png"
+    if form not in (forms := FigureCanvasBase.get_supported_filetypes()):
+        raise ConfigError(f"{path} is no image; it must end in one of {', '.join(forms)}.")
+    return form
 
 
 @torch.no_grad()

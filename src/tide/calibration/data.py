@@ -264,10 +264,12 @@ def _from_hub(name: str) -> Iterator[Prompt]:
     if key is None:
         raise DataError(f"Data set {repository!r} has none of the fields {', '.join(_TEXT_KEYS)}.")
     if name == "wikitext":
-        yield from _articles(_text(record[key], key) for record in records)
+        yield from _articles(_text(record[key], f"{key} of {repository}") for record in records)
         return
     for record in records:
-        yield Prompt(_text(record[key], key), document=str(record.get("document") or ""))
+        yield Prompt(
+            _text(record[key], f"{key} of {repository}"), document=str(record.get("document") or "")
+        )
 
 
 def _articles(lines: Iterable[str]) -> Iterator[Prompt]:
@@ -281,8 +283,10 @@ def _articles(lines: Iterable[str]) -> Iterator[Prompt]:
 
 
 def _text(value: Any, what: str) -> str:
-    """A field as a text; of the turns of a conversation, the first."""
-    first = value[0] if isinstance(value, list) and value else value
+    """A field as a text; of the turns of a conversation, the user's first."""
+    turns = value if isinstance(value, list) else [value]
+    others = [t for t in turns if not (isinstance(t, dict) and t.get("role") == "system")]
+    first = others[0] if others else None
     text = first.get("content") if isinstance(first, dict) else first
     if not isinstance(text, str):
         raise DataError(f"{what} is {str(value)[:80]!r}; it must be a text, or turns of a chat.")

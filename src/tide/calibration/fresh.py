@@ -28,10 +28,11 @@ def draw(
     drawn = sample(prompts, made, samples, [k for c in claims for k in failed.get(_key(c), ())])
     for risk, delta, *_ in claims:
         if len(drawn) < (fewest := fewest_sequences(risk, delta)):
+            more = "Raise `samples`" if len(drawn) == samples else "Give more prompts"
             raise DataError(
                 f"Got {len(drawn)} prompts that were not used before, each of its own document; "
                 f"risk {risk} at delta {delta} takes at least {fewest}, even if no token differs. "
-                "Give more prompts, or a higher risk."
+                f"{more}, or the risk."
             )
     return drawn
 
@@ -85,6 +86,8 @@ def _unused(prompts: Iterable[Prompt], used: set[str]) -> list[Prompt]:
     """Prompts without a key that is used; none at all is an error."""
     given = list(prompts)
     found = [prompt for prompt in given if used.isdisjoint(prompt.keys)]
+    if not given:
+        raise DataError("There is no text in the data. Name a file with one text per line.")
     if not found:
         raise DataError(
             f"Of {len(given)} prompts, all were used in calibration or in a test that failed. Give "

@@ -21,8 +21,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Assess, print the table, and draw it with `--plot`."""
-    from tide.calibration.assess import assess
+    from tide.calibration.assess import assess, image_form
 
+    if args.plot:
+        image_form(args.plot)
     model, tokenizer = load(args)
     found = assess(model, tokenizer, args.data, samples=args.samples, new_tokens=args.new_tokens)
     print(found.summary())

@@ -121,13 +121,16 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
+    from transformers.utils import is_accelerate_available
 
-    wanted, spread = dtype if dtype == "auto" else getattr(torch, dtype), device in _SPREAD
+    # With accelerate, weights are loaded to where they are wanted, and quantised ones know it.
+    mapped = device in _SPREAD or is_accelerate_available()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=wanted, device_map=device if spread else None
-        )
-        if device is not None and not spread:
+            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            device_map=device if mapped else None,
+        )  # fmt: skip
+        if device is not None and not mapped:
             model.to(torch.device(device))  # type: ignore[arg-type]
     except (
         AssertionError,

@@ -123,7 +123,7 @@ def server_arguments(args: argparse.Namespace) -> list[str]:
         settings = _exits(args)
         arguments += _piecewise(args.rest)
     elif lossless == "auto" and (reason := _against_drafts(args)):
-        _require_effect(args, {**_WITH_RISK, **_WITH_EXITS, **_WITH_DRAFTS}, "exits or drafts")
+        _require_effect(args, {**_WITH_RISK, **_WITH_EXITS}, "exits")
         print(f"tide serve: no drafts, since {reason}. To draft nevertheless, add --lossless.",
               file=sys.stderr)  # fmt: skip
         return [*arguments, *args.rest]

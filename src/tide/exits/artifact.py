@@ -116,8 +116,8 @@ class Artifact:
         except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
             raise ArtifactError(
                 f"There is no model card for this record ({files.reason(error)}): it is not as "
-                "calibration writes it. To save the artifact without it, keep `used` alone, by "
-                "which certification knows what it must not test on."
+                "calibration writes it. To save the artifact without it, keep `used` and `failed`, "
+                "by which certification knows what it must not test on."
             ) from error
         entry = files.custom_generate(name or str(Path(folder).resolve()))
         for path in entry:

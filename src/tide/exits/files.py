@@ -74,7 +74,7 @@ def write(path: Path, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     except ValueError as error:
         raise ArtifactError(
             f"{path} could not be read again: {error}. Remove what is large from `record`, but not "
-            "`used`."
+            "`used` and `failed`."
         ) from error
     if path.suffix in ONE_FILE:
         write_whole(path, lambda p: save_file(dict(tensors), p, metadata={"tide": text}))

@@ -37,9 +37,10 @@ class Runs:
         if len(set(paths)) < len(paths):
             raise DataError(f"Got {', '.join(map(str, paths))}: one is given twice. Omit it.")
         runs = [_read(path) for path in paths]
-        first, methods = runs[0]["conditions"], dict[str, dict[str, Any]]()
-        for path, run in zip(paths, runs, strict=True):
-            under = run["conditions"]
+        first = {**runs[0]["conditions"], "baseline": runs[0]["results"][0].get("baseline")}
+        methods = dict[str, dict[str, Any]]()
+        for place, (path, run) in enumerate(zip(paths, runs, strict=True), 1):
+            under = {**run["conditions"], "baseline": run["results"][0].get("baseline")}
             differing = [
                 f"{key} ({first.get(key)} and {under.get(key)})"
                 for key in {**first, **under}
@@ -55,9 +56,9 @@ class Runs:
                 if name in methods and "layers_run" not in method:
                     continue  # what runs without us is the same in every run
                 if name in methods:
-                    name = method["method"] = f"{name} ({path.stem})"
+                    name = method["method"] = f"{name} ({place}: {path.stem})"
                 methods[name] = method
-        return cls(first, list(methods.values()))
+        return cls(runs[0]["conditions"], list(methods.values()))
 
     @property
     def baseline(self) -> str:

@@ -54,6 +54,7 @@ class Audit:
         ahead: whether vLLM schedules a step before it knows the tokens of the one before; a request
             that has ended may then be in one more pass, whose token nobody gets, so the newest
             token of a request is not counted.
+        longest: most tokens of an answer that the certificate covers; later ones are not audited.
 
     Attributes:
         monitor: the drift monitor; None without a certificate.
@@ -67,9 +68,10 @@ class Audit:
         logits: Callable[[Tensor], Tensor],
         *,
         ahead: bool = False,
+        longest: int | None = None,
     ) -> None:
         self._settings, self._metrics, self._logits = settings, metrics, logits
-        self._ahead = ahead
+        self._ahead, self._longest = ahead, longest
         self._draw = random.Random(0)  # the same on all ranks
         self.monitor: DriftMonitor | None = None
         self.tripped = False
@@ -107,7 +109,13 @@ class Audit:
                 self._begun += audited
             known.length, known.new = length, known.new + 1
             known.differ, known.newest_differs = known.differ + known.newest_differs, False
+            if (other := running.get(now)) is not None and other.audited:
+                self._end(other)  # never seen; a loss that is never told would hold up all others
             running[now] = known
+            if known.audited and self._longest is not None and known.new > self._longest:
+                # No more of it is covered, and the losses of later requests wait for its own.
+                known.audited = False
+                self._tell(known.number, known.differ / self._longest)
             if known.audited:
                 self._audited[request] = known
         ended, self._running = self._running, running
@@ -134,13 +142,17 @@ class Audit:
             self._metrics.audit("continued")
 
     def _end(self, request: Followed) -> None:
-        """Tell the drift monitor what a request has lost."""
-        monitor, new, differ = self.monitor, request.new, request.differ
+        """Tell the drift monitor what a request that has ended has lost."""
+        new, differ = request.new, request.differ
         if self._ahead:
             new -= 1
         else:
             differ += request.newest_differs
-        losses = self._losses.end(request.number, differ / new)
+        self._tell(request.number, differ / new)
+
+    def _tell(self, number: int, loss: float) -> None:
+        """Tell the drift monitor the loss of a request, once those of earlier ones are known."""
+        monitor, losses = self.monitor, self._losses.end(number, loss)
         if monitor is None or monitor.fired or not any(monitor.add(loss) for loss in losses):
             return
         self.tripped = self._settings.on_drift == "full_depth"

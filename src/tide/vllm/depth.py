@@ -80,7 +80,9 @@ class DepthForward:
         self._most = int(vllm_config.scheduler_config.max_num_seqs)
         self.metrics = Metrics(self.counts, self.exits)
         ahead = bool(vllm_config.scheduler_config.async_scheduling)
-        self.audit = Audit(settings, self.metrics, model.compute_logits, ahead=ahead)
+        self.audit = Audit(
+            settings, self.metrics, model.compute_logits, ahead=ahead, longest=self.gates.longest
+        )
         if settings.risk is not None and vllm_config.cache_config.enable_prefix_caching:
             logger.warning(
                 "TIDE: with prefix caching a later prompt may reuse the KV of exited tokens, for "

@@ -46,6 +46,7 @@ class Gates:
         checkpoints: the checkpoints in use, by depth; those with unreachable thresholds are not.
         gates: of the checkpoints.
         script: which requests may exit where; None if all may.
+        longest: most tokens of an answer that the certificate covers; None without one.
         history: the tokens of the requests; None if no gate needs them.
     """
 
@@ -55,6 +56,7 @@ class Gates:
         self.checkpoints: list[Checkpoint]
         self.gates: list[ExitGate]
         self.script: ScriptedPolicy | None = None
+        self.longest: int | None = None
         self.history: History | None = None
         self._attention = attention
         config, norm = vllm_config.model_config.hf_text_config, model.model.norm
@@ -66,7 +68,7 @@ class Gates:
             self.script = ScriptedPolicy.share(settings.script)
             self.gates = [OpenGate(self.checkpoints[0].head, None)]
             return
-        made, checkpoints, scale = settings.load(vllm_config)
+        made, checkpoints, scale, self.longest = settings.load(vllm_config)
         self.checkpoints = [c for c in checkpoints if not c.thresholds.scaled(scale).unreachable]
         for checkpoint in self.checkpoints:
             checkpoint.to(norm.weight.device, norm.weight.dtype)

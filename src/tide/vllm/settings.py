@@ -157,24 +157,26 @@ class Settings:
                 if (got := getattr(self, name)) != getattr(_USUAL, name):
                     raise ConfigError(f"{name} is {got!r}, and counts with {wanted} only: omit it.")
 
-    def load(self, vllm_config: Any) -> tuple[Artifact, list[Checkpoint], float]:
-        """The artifact, its checkpoints in use, and the scale of their thresholds."""
+    def load(self, vllm_config: Any) -> tuple[Artifact, list[Checkpoint], float, int | None]:
+        """The artifact, its checkpoints in use, the scale of their thresholds, and the most tokens
+        of an answer that a certificate covers."""
         assert self.artifact is not None
         made = Artifact.from_pretrained(self.artifact)
         require_model(made, vllm_config)
         if self.uncertified:
-            return made, made.checkpoints_from(self.min_layers), self.threshold_scale
+            return made, made.checkpoints_from(self.min_layers), self.threshold_scale, None
         assert self.risk is not None
         dtype = dtype_name(vllm_config.model_config)
         query = CertificateQuery(self.risk, self.delta, dtype, "propagate")
         found = find_certificate(made, query)
+        longest = found.generation.get("max_new_tokens")
         logger.warning(
             "TIDE: risk %g is certified for greedy decoding (temperature 0), of prompts of at most "
             "%s tokens and answers of at most %s. Other requests are served too, and no "
             "certificate covers them; vLLM samples unless a request sets a temperature of 0.",
-            found.risk, *(found.generation.get(of) for of in ("max_prompt", "max_new_tokens")),
+            found.risk, found.generation.get("max_prompt"), longest,
         )  # fmt: skip
-        return made, made.checkpoints_from(found.min_layers), found.threshold_scale
+        return made, made.checkpoints_from(found.min_layers), found.threshold_scale, longest
 
 
 _USUAL = Settings()
