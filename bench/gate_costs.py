@@ -61,6 +61,8 @@ def measure(model: Any, compiled: bool, vocabulary: int, repeats: int) -> dict[s
     """Seconds of a layer, and what a gate's no and yes cost in layers."""
     runner = attach(model, check=False)
     no, yes = (make_gate(runner, vocabulary, passes) for passes in (False, True))
+    for gate in (no, yes):
+        gate.fuse(compiled=compiled)
     ways = {
         "none": one_pass(model, GATE, no_gate, compiled),
         "further": one_pass(model, FURTHER, no_gate, compiled),

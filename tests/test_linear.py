@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.functional import linear as reference
 
 from tide.kernels import linear as ours
+from tide.kernels import native
 from tide.models.compiled import CompiledRunner
 from tiny import tiny_model
 
@@ -140,7 +140,7 @@ def test_it_is_timed_against_that_of_torch(monkeypatch: Any) -> None:
 
 @pytest.mark.usefixtures("anew")
 def test_without_a_compiler_torch_does_it(monkeypatch: Any) -> None:
-    monkeypatch.setattr(ours, "_load", lambda: False)
+    monkeypatch.setattr(native, "load", lambda: False)
     assert ours.operator() is None
     assert ours.backend_of(torch.device("cpu"), torch.float32, 5) == "inductor"
     x, weight = torch.randn(5, 16), torch.randn(3, 16)
@@ -152,9 +152,10 @@ def test_a_compiler_that_fails_costs_speed_only(monkeypatch: Any) -> None:
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise OSError("no compiler")
 
-    monkeypatch.setattr(torch.ops, "tide", SimpleNamespace())  # nothing is registered yet
+    monkeypatch.setattr(native, "_load", native._load.__wrapped__)  # nothing is registered yet
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load_async", fails)
-    assert not ours._load() and ours.operator() is None
+    assert not native.load() and ours.operator() is None
+    assert not native.decides_exits(torch.device("cpu"), torch.float32)
 
 
 @pytest.mark.usefixtures("anew")

@@ -20,6 +20,7 @@ from tide.exits.heads import Readout, SuccessorHead, TargetHead
 from tide.exits.policy import ScriptedPolicy
 from tide.exits.table import ContinuationTable
 from tide.exits.thresholds import Thresholds
+from tide.models.compiled import CompiledRunner
 from tide.models.fingerprint import fingerprint
 from tide.models.runner import DepthRunner
 
@@ -105,7 +106,7 @@ def make_exits(
     make_head = SuccessorHead if recycling else TargetHead
     target_head = make_head(Readout(parts.norm, parts.head, runner.config))
     for gate in gates:
-        gate.fuse()
+        gate.fuse(compiled=isinstance(runner, CompiledRunner))
     target_head.readout.fuse()
     script = None if policy is None else policy.script
     return Exits(checkpoints, gates, readout, target_head, script, table)

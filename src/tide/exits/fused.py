@@ -1,4 +1,5 @@
-"""A gate as fused operations: the decisions of `ExitGate`, in at most four launches on a GPU."""
+"""A gate as fused operations: the decisions of `ExitGate`, in at most four launches on a GPU, and
+in one operation of our own on a CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from tide.exits.confidence import FEATURES, WITH_HEAD, ConfidenceModel
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
-from tide.kernels.arguments import Candidates, Confidence, Norm, Router
-from tide.kernels.dispatch import fused
+from tide.kernels import native
+from tide.kernels.arguments import Candidates, Confidence, Head, Norm, Router
 from tide.kernels.operators import confirm_exits, exit_transform, score_exits
 
 
@@ -34,7 +35,7 @@ class FusedGate:
         confidence_model: ConfidenceModel | None,
         prefilter: Prefilter | None,
     ) -> None:
-        self.affine, self.readout = head.affine, readout
+        self.affine, self.readout, self.native = head.affine, readout, readout.native
         self.router = Router() if router is None else router_arguments(router, thresholds.router)
         self.candidates = Candidates() if prefilter is None else prefilter.candidates.arguments
         self.prefilter = self.confidence = Confidence()
@@ -44,15 +45,18 @@ class FusedGate:
             self.confidence = confidence_arguments(confidence_model, thresholds.confidence)
         self.top_probability = thresholds.top_probability or 0.0
 
-    @property
-    def usable(self) -> bool:
-        """Whether norm and head are still what they were: a hook may have come since."""
-        return self.readout.fused is not None
+    def takes(self, states: Tensor) -> bool:
+        """Whether it decides for such states, and norm and head have no hook by now."""
+        return self.readout.fused is not None and (
+            not self.native or native.takes(states.device, states.dtype)
+        )
 
     def __call__(self, states: Tensor, notes: Tensor) -> Tensor:
         """Decide for tokens, `[n, hidden]` and `[n, NOTES]`: a packed decision, `[n, 3]`."""
         found = self.readout.fused
         assert found is not None
+        if self.native:
+            return self._decide(states, notes, *found)
         read = states
         if self.affine is not None:
             read = torch.empty_like(states)
@@ -62,6 +66,15 @@ class FusedGate:
         )
         return confirm_exits(
             read, notes, decision, routed, *found, self.readout.vocabulary, self.confidence,
+            self.top_probability,
+        )  # fmt: skip
+
+    def _decide(self, states: Tensor, notes: Tensor, norm: Norm, head: Head) -> Tensor:
+        of, weight, bias, eps = norm
+        affine = (None, None) if self.affine is None else (self.affine.weight, self.affine.bias)
+        return torch.ops.tide.decide_exits(
+            states.contiguous(), notes, *affine, weight, bias, eps, of == "layer", *self.router,
+            *head, *self.candidates, self.readout.vocabulary, *self.prefilter, *self.confidence,
             self.top_probability,
         )  # fmt: skip
 
@@ -90,20 +103,20 @@ def confidence_arguments(model: ConfidenceModel, threshold: float) -> Confidence
 
 
 def fuse(
-    head: ExitHead,
     readout: Readout,
     thresholds: Thresholds,
+    head: ExitHead,
     router: TokenRouter | None,
     confidence_model: ConfidenceModel | None,
     prefilter: Prefilter | None,
 ) -> FusedGate | None:
     """A gate as fused operations; None where its parts are on several devices, or unknown."""
-    readout.fuse()
     if (found := readout.fused) is None:
         return None
     weight = found[1].head
     modules = (head, router, confidence_model, prefilter)
-    devices = {p.device for m in modules if m is not None for p in m.parameters()}
-    if not fused(weight) or devices - {weight.device}:
+    places = {(p.device, p.dtype) for m in modules if m is not None for p in m.parameters()}
+    here = weight.device, weight.dtype
+    if any(place != here if readout.native else place[0] != here[0] for place in places):
         return None
     return FusedGate(head, readout, thresholds, router, confidence_model, prefilter)

@@ -6,6 +6,7 @@ All of it runs where the states are, so that the host waits once, for one small 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from tide.exits.heads import ExitHead, Readout
 from tide.exits.ngrams import NGramPrediction
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
+from tide.models.tokens import NOTES
 
 
 def note(predicted: NGramPrediction) -> tuple[int, ...]:
@@ -81,12 +83,46 @@ class ExitGate(nn.Module):
         self.router = router if wants_router else None
         self.fused: FusedGate | None = None
 
-    def fuse(self) -> None:
-        """Decide by fused operations, where kernels run; to be called once all is in its place."""
-        parts = self.router, self.confidence_model, self.prefilter
-        self.fused = None if self.readout is None else fuse(
-            self.head, self.readout, self.thresholds, *parts
-        )  # fmt: skip
+    def fuse(self, *, compiled: bool = False) -> None:
+        """Decide by fused operations, where kernels run; to be called once all is in its place.
+
+        Args:
+            compiled: whether it is to be part of graphs.
+        """
+        self.fused = None
+        if self.readout is not None:
+            self.readout.fuse(compiled=compiled)
+            self.fused = fuse(self.readout, self.thresholds, *self._parts)
+            if self.fused is not None and self.fused.native and not self._agrees(self.readout):
+                self.fused = None
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        return self.head, self.router, self.confidence_model, self.prefilter
+
+    @torch.no_grad()
+    def _agrees(self, readout: Readout) -> bool:
+        """Whether our operator, compiled on this machine, decides as the modules do.
+
+        Compared where all tokens pass and where none does.
+        """
+        size = next(readout.norm.parameters()).shape[-1]
+        states = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
+        told, nothing = note(NGramPrediction(1, 2, 3, 0.5)), (0,) * NOTES
+        notes = torch.tensor([told, told, told, nothing])
+        for level in (0.0, 2.0):
+            given = {k: None if v is None else level for k, v in asdict(self.thresholds).items()}
+            head, *others = self._parts
+            probe = ExitGate(head, readout, Thresholds(**given), *others)
+            operator = fuse(readout, probe.thresholds, *self._parts)
+            assert operator is not None
+            expected, got = probe.decide(states, notes).pack(), operator(states, notes)
+            for decided in (expected, got):
+                decided[:, 1] *= decided[:, 0]  # undefined of tokens that do not exit
+                decided[3, 2] = 0.0  # and this of those that may not
+            if not torch.allclose(got, expected, rtol=1e-3, atol=1e-3, equal_nan=True):
+                return False
+        return True
 
     @classmethod
     def of(
@@ -129,7 +165,7 @@ class ExitGate(nn.Module):
         """
         shape = states.shape[:-1]
         states, notes = states.flatten(0, -2), notes.flatten(0, -2).to(states.device)
-        if self.fused is not None and self.fused.usable:
+        if self.fused is not None and self.fused.takes(states):
             return self.fused(states, notes).unflatten(0, shape)
         return self.decide(states, notes).pack().unflatten(0, shape)
 
@@ -219,7 +255,7 @@ class OpenGate(ExitGate):
     def __init__(self, head: ExitHead, readout: Readout | None) -> None:
         super().__init__(head, readout, Thresholds())
 
-    def fuse(self) -> None:
+    def fuse(self, *, compiled: bool = False) -> None:
         """Nothing: the host decides."""
 
     def decide(self, states: Tensor, notes: Tensor) -> DecisionBatch:

@@ -12,6 +12,7 @@ from tide.exits.norms import hooked, known_norm
 from tide.kernels.arguments import Head, Norm
 from tide.kernels.arithmetic import successors_of, top_of
 from tide.kernels.dispatch import fused
+from tide.kernels.native import decides_exits
 from tide.kernels.operators import top_successors, top_token
 from tide.models.runner import logit_scales, scale_logits
 
@@ -25,6 +26,9 @@ class Readout:
         norm, head: the model's own modules.
         config: the model's text config, for families that scale their logits.
         vocabulary: ids of the tokens to read, `[v]`; the head then costs only those.
+
+    Attributes:
+        native: whether gates that read it are one of our operators.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class Readout:
         self.norm, self.head, self.config = norm, head, config
         self.size: int = config.vocab_size
         self.vocabulary = vocabulary
+        self.native = False
         self._known_norm: Norm | None = None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
@@ -91,12 +96,20 @@ class Readout:
             index, tops = top_token(states, wanted, Norm(), head, scores)
         return self.tokens(index), tops
 
-    def fuse(self) -> None:
-        """Let `top` run norm and head as one operation, where kernels run and both are known."""
+    def fuse(self, *, compiled: bool = False) -> None:
+        """Let norm and head be parts of one operation, where kernels run and both are known.
+
+        Args:
+            compiled: whether a gate that reads it is part of graphs; on a CPU, it is then one of
+                our operators, which are compiled too.
+        """
         weight, _ = self.linear_head()
-        place = self.device, self.dtype
-        known = weight is not None and fused(weight) and (weight.device, weight.dtype) == place
-        self._known_norm = known_norm(self.norm) if known else None
+        self._known_norm, self.native = None, False
+        if weight is not None and (weight.device, weight.dtype) == (self.device, self.dtype):
+            own = compiled and weight.is_contiguous()
+            self.native = own and decides_exits(weight.device, weight.dtype)
+            if self.native or fused(weight):
+                self._known_norm = known_norm(self.norm)
 
     @property
     def fused(self) -> tuple[Norm, Head] | None:

@@ -8,23 +8,19 @@ tokens, or catches up on a few that exited, would cost what two or three passes 
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Sequence
 from functools import cache, partial
-from importlib.resources import files
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.library import register_fake
 
+from tide.kernels import native
 from tide.kernels.dispatch import wanted_backend
-
-_log = logging.getLogger(__name__)
 
 _TRIED = 8, 20  # tokens
 _SIZE = 4096  # inputs and outputs; most caches hold no such matrix
@@ -36,7 +32,7 @@ _built: list[Any] = []  # the operator, once a graph has it
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `torch.nn.functional.linear`, without gradients; as in graphs, once there are some."""
-    own = _built and _takes(x.device, x.dtype) and wanted_backend() != "reference"
+    own = _built and native.takes(x.device, x.dtype) and wanted_backend() != "reference"
     return _built[0](x, weight, bias) if own else nn.functional.linear(x, weight, bias)
 
 
@@ -45,7 +41,7 @@ def backend_of(device: torch.device, dtype: torch.dtype, tokens: int) -> Any:
 
     The operator is compiled too, once for a machine: by the same compiler, into the same cache.
     """
-    own = operator() if tokens > 1 and _takes(device, dtype) else None
+    own = operator() if tokens > 1 and native.takes(device, dtype) else None
     return "inductor" if own is None else partial(_compile_with, own)
 
 
@@ -61,14 +57,9 @@ def _compile_with(own: Any, graph: torch.fx.GraphModule, inputs: Sequence[Any]) 
     return compile_fx(graph, inputs)
 
 
-def _takes(device: torch.device, dtype: torch.dtype) -> bool:
-    wanted = device.type == "cpu" and dtype is torch.float32
-    return wanted and not torch.is_autocast_enabled("cpu")
-
-
 def _is_taken(value: Any) -> bool:
     """Whether a tensor of a graph is one that the operator takes: not quantised, not elsewhere."""
-    return type(value) is FakeTensor and _takes(value.device, value.dtype)
+    return type(value) is FakeTensor and native.takes(value.device, value.dtype)
 
 
 @cache
@@ -77,33 +68,10 @@ def operator() -> Any:
     if wanted_backend() == "reference":
         return None
     with _lock:
-        if not _load() or not _is_faster(torch.ops.tide.linear.default):
+        if not native.load() or not _is_faster(torch.ops.tide.linear.default):
             return None
         _built[:] = [torch.ops.tide.linear.default]
         return _built[0]
-
-
-def _load() -> bool:
-    """Compile and register it, once; whether that worked."""
-    if hasattr(torch.ops.tide, "linear"):
-        return True
-    from torch._inductor.codecache import CppCodeCache  # takes a second
-
-    source = files("tide.kernels").joinpath("few_tokens.cpp").read_text()
-    # What is compiled is kept by its source, and has parts of torch in it.
-    source = f"// torch {torch.__version__}, {torch.version.git_version}\n{source}"
-    try:
-        # Multiply and add in one.
-        CppCodeCache.load_async(source, extra_flags=("-ffp-contract=fast",))()
-    except Exception as error:  # whatever a compiler may raise, or there is none
-        _log.debug("tide::linear cannot be compiled, so torch's own product runs: %s", error)
-        return False
-    register_fake("tide::linear", _fake)
-    return True
-
-
-def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return input.new_empty(*input.shape[:-1], weight.shape[0])
 
 
 @torch.no_grad()

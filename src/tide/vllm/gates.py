@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import CompilationMode
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     get_tp_group,
@@ -81,9 +82,10 @@ class Gates:
             ExitGate.of(c, readout, c.thresholds.scaled(scale), candidates)
             for c in self.checkpoints
         ]
+        compiles = vllm_config.compilation_config.mode != CompilationMode.NONE
         for checkpoint, gate in zip(self.checkpoints, self.gates, strict=True):
             self._require(checkpoint, gate)
-            gate.fuse()
+            gate.fuse(compiled=compiles)
         if any(gate.wants_ngrams for gate in self.gates):
             table = ContinuationTable(made.table) if made.table else None
             self.history = History(table, 2 * int(vllm_config.scheduler_config.max_num_seqs))

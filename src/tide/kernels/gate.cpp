@@ -1,0 +1,250 @@
+// The gate of a checkpoint, all of it: which tokens exit, as what, and how sure.
+//
+// What `tide.exits.gate.ExitGate` decides, in one call: most tokens are rejected by a few
+// candidates, and for the others the exit head is read. Follows `few_tokens.cpp`, whose `linear` it
+// calls.
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using Maybe = std::optional<Tensor>;
+
+Tensor numbers(std::vector<int64_t>& of) {
+  return at::from_blob(of.data(), {static_cast<int64_t>(of.size())}, at::kLong);
+}
+
+const float* data(const Maybe& of) { return of ? of->const_data_ptr<float>() : nullptr; }
+
+float dot(const float* a, const float* b, int64_t n) {
+  Vector sums = {};
+  int64_t k = 0;
+  for (; k + kLanes <= n; k += kLanes) sums += load(a + k) * load(b + k);
+  float total = sum(sums);
+  for (; k < n; ++k) total += a[k] * b[k];
+  return total;
+}
+
+// States after a norm, in place.
+void norm(Tensor& states, const float* weight, const float* bias, double eps, bool centred) {
+  const int64_t size = states.size(1);
+  float* to = states.mutable_data_ptr<float>();
+  for (int64_t t = 0; t < states.size(0); ++t, to += size) {
+    float mean = 0;
+    if (centred) {
+      for (int64_t k = 0; k < size; ++k) mean += to[k];
+      mean /= size;
+      for (int64_t k = 0; k < size; ++k) to[k] -= mean;
+    }
+    const float scale = 1 / std::sqrt(dot(to, to, size) / size + static_cast<float>(eps));
+    for (int64_t k = 0; k < size; ++k) {
+      to[k] *= scale;
+      if (weight) to[k] *= weight[k];
+      if (bias) to[k] += bias[k];
+    }
+  }
+}
+
+struct Scale {
+  float multiplier, cap;
+  float operator()(float logit) const {
+    logit *= multiplier;
+    return cap ? std::tanh(logit / cap) * cap : logit;
+  }
+};
+
+float silu(float x) { return x / (1 + std::exp(-x)); }
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+// A confidence model: two linear maps with SiLU between them.
+struct Model {
+  const float *inner, *inner_bias, *outer, *outer_bias;
+  int64_t width, features;
+  Model(const Maybe& a, const Maybe& b, const Maybe& c, const Maybe& d)
+      : inner(data(a)), inner_bias(data(b)), outer(data(c)), outer_bias(data(d)),
+        width(a ? a->size(0) : 0), features(a ? a->size(1) : 0) {}
+  explicit operator bool() const { return inner != nullptr; }
+  float operator()(const float* of) const {
+    float total = *outer_bias;
+    for (int64_t w = 0; w < width; ++w)
+      total += outer[w] * silu(inner_bias[w] + dot(inner + w * features, of, features));
+    return sigmoid(total);
+  }
+};
+
+// The two largest of some numbers, and the logarithm of the sum of their exponentials.
+struct Tops {
+  float first = -INFINITY, second = -INFINITY, total = -INFINITY;
+  int64_t index = 0;
+  Tops(const float* of, int64_t n) {
+    for (int64_t k = 0; k < n; ++k) {
+      if (of[k] > first) {
+        second = first, first = of[k], index = k;
+      } else if (of[k] > second) {
+        second = of[k];
+      }
+    }
+    double sum = 0;  // in single precision, a long tail would be lost behind a likely token
+    for (int64_t k = 0; k < n; ++k) sum += std::exp(of[k] - first);
+    total = first + static_cast<float>(std::log(sum));
+  }
+};
+
+// Log-probabilities among the candidates of the first, the second, and what context and table
+// predict; the logit of the first; the length of the context's match and the table's chance.
+void candidate_features(const float* logits, int64_t count, const int64_t* note, float* to) {
+  const Tops found(logits, count);
+  const float chances[] = {found.first, found.second, logits[count - 2], logits[count - 1]};
+  for (int i = 0; i < 4; ++i) to[i] = std::max(chances[i] - found.total, -20.0f);
+  to[4] = found.first;
+  to[5] = note[2];
+  to[6] = note[4];
+}
+
+// Of the predicted token: its odds, its lead, the router, and whether context and table agree.
+void confidence_features(const Tops& found, float routed, int64_t token, const int64_t* note,
+                         float* to) {
+  const float surest = std::min(found.first - found.total, -1e-6f);
+  to[0] = std::clamp(surest - std::log(-std::expm1(surest)), -10.0f, 10.0f);
+  to[1] = std::min(surest - (found.second - found.total), 10.0f);
+  to[2] = routed;
+  const auto vote = [&](int64_t other) { return other < 0 ? 0 : other == token ? 1 : -1; };
+  for (int length = 3; length; --length) to[6 - length] = note[2] == length ? vote(note[1]) : 0;
+  const float table = vote(note[3]) * (note[4] / 255.0f);
+  to[6] = std::max(table, 0.0f);
+  to[7] = std::max(-table, 0.0f);
+}
+
+Tensor decide_exits(
+    const Tensor& states, const Tensor& notes, const Maybe& affine, const Maybe& affine_bias,
+    const Maybe& norm_weight, const Maybe& norm_bias, double norm_eps, bool centred,
+    const Maybe& router_norm, const Maybe& down, const Maybe& down_bias, const Maybe& up,
+    const Maybe& up_bias, double router_eps, std::optional<double> router_threshold,
+    const Tensor& head, const Maybe& head_bias, double multiplier, double cap, const Maybe& fixed,
+    const Maybe& fixed_bias, const Maybe& places, const Maybe& vocabulary, const Maybe& p_inner,
+    const Maybe& p_inner_bias, const Maybe& p_outer, const Maybe& p_outer_bias, double p_threshold,
+    const Maybe& c_inner, const Maybe& c_inner_bias, const Maybe& c_outer,
+    const Maybe& c_outer_bias, double c_threshold, double top_probability) {
+  const int64_t n = states.size(0), size = states.size(1);
+  TORCH_CHECK(states.scalar_type() == at::kFloat && states.is_contiguous() &&
+                  head.scalar_type() == at::kFloat && head.is_contiguous(),
+              "tide::decide_exits takes contiguous float32 states and heads");
+  const Scale scale{static_cast<float>(multiplier), static_cast<float>(cap)};
+  const Tensor noted = notes.contiguous();
+  const int64_t* note = noted.const_data_ptr<int64_t>();
+  const int64_t noted_size = notes.size(1);
+  Tensor decision = at::zeros({n, 3}, states.options());
+  float* to = decision.mutable_data_ptr<float>();
+  Tensor read = affine ? states + ::linear(states, *affine, affine_bias) : states.clone();
+  norm(read, data(norm_weight), data(norm_bias), norm_eps, centred);
+  const float* normed = read.const_data_ptr<float>();
+
+  // By candidates.
+  const Model prefilter(p_inner, p_inner_bias, p_outer, p_outer_bias);
+  std::vector<int64_t> passed;
+  Tensor among;
+  if (prefilter) among = ::linear(read, *fixed, fixed_bias);
+  for (int64_t t = 0; t < n; ++t) {
+    const int64_t* told = note + t * noted_size;
+    float& score = to[3 * t + 2] = NAN;
+    bool exits = told[0] != 0;
+    if (prefilter) {
+      const int64_t count = fixed->size(0);
+      std::vector<float> logits(count + 2);
+      const float* given = among.const_data_ptr<float>() + t * count;
+      for (int64_t k = 0; k < count; ++k) logits[k] = scale(given[k]);
+      for (int i = 0; i < 2; ++i) {
+        const int64_t token = told[1 + 2 * i];
+        const bool known = token >= 0 && token < places->size(0);
+        const int64_t place = known ? places->const_data_ptr<int64_t>()[token] : -1;
+        if (place < 0) {
+          logits[count + i] = -INFINITY;
+          continue;
+        }
+        const float* vector = head.const_data_ptr<float>() + place * size;
+        const float bias = head_bias ? head_bias->const_data_ptr<float>()[place] : 0;
+        logits[count + i] = scale(dot(normed + t * size, vector, size) + bias);
+      }
+      float features[7];
+      candidate_features(logits.data(), count + 2, told, features);
+      score = prefilter(features);
+      exits = exits && score >= p_threshold;
+    }
+    if (exits) passed.push_back(t);
+  }
+
+  // By the router.
+  std::vector<float> routed(passed.size(), 0);
+  if (down && !passed.empty()) {
+    Tensor some = states.index_select(0, numbers(passed));
+    norm(some, data(router_norm), nullptr, router_eps, false);
+    const Tensor inner = ::linear(some, *down, down_bias);
+    const float *from = inner.const_data_ptr<float>(), *outer = data(up);
+    const int64_t width = inner.size(1);
+    std::vector<int64_t> kept;
+    std::vector<float> of_kept;
+    for (size_t k = 0; k < passed.size(); ++k, from += width) {
+      float total = *data(up_bias);
+      for (int64_t w = 0; w < width; ++w) total += outer[w] * silu(from[w]);
+      if (router_threshold) {
+        float& score = to[3 * passed[k] + 2] = sigmoid(total);
+        if (!(score >= *router_threshold)) continue;  // NaN exits nowhere
+      }
+      kept.push_back(passed[k]);
+      of_kept.push_back(total);
+    }
+    passed = kept;
+    routed = of_kept;
+  }
+  if (passed.empty()) return decision;
+
+  // By the exit head.
+  Tensor some = read;
+  if (static_cast<int64_t>(passed.size()) < n)
+    some = read.index_select(0, numbers(passed));
+  Tensor logits = ::linear(some, head, head_bias);
+  const Model confidence(c_inner, c_inner_bias, c_outer, c_outer_bias);
+  const int64_t count = head.size(0);
+  float* row = logits.mutable_data_ptr<float>();
+  for (size_t k = 0; k < passed.size(); ++k, row += count) {
+    if (multiplier != 1 || cap)
+      for (int64_t v = 0; v < count; ++v) row[v] = scale(row[v]);
+    const Tops found(row, count);
+    const int64_t t = passed[k], *told = note + t * noted_size;
+    const int64_t token =
+        vocabulary ? vocabulary->const_data_ptr<int64_t>()[found.index] : found.index;
+    bool exits = true;
+    if (confidence) {
+      float features[8];
+      confidence_features(found, routed[k], token, told, features);
+      to[3 * t + 2] = confidence(features);
+      exits = to[3 * t + 2] >= c_threshold;
+    }
+    exits = exits && std::exp(found.first - found.total) >= top_probability;
+    to[3 * t] = exits;
+    to[3 * t + 1] = token;
+  }
+  return decision;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(tide, library) {
+  library.def(
+      "decide_exits(Tensor states, Tensor notes, Tensor? affine, Tensor? affine_bias, "
+      "Tensor? norm_weight, Tensor? norm_bias, float norm_eps, bool centred, Tensor? router_norm, "
+      "Tensor? down, Tensor? down_bias, Tensor? up, Tensor? up_bias, float router_eps, "
+      "float? router_threshold, Tensor head, Tensor? head_bias, float multiplier, float cap, "
+      "Tensor? fixed, Tensor? fixed_bias, Tensor? places, Tensor? vocabulary, Tensor? p_inner, "
+      "Tensor? p_inner_bias, Tensor? p_outer, Tensor? p_outer_bias, float p_threshold, "
+      "Tensor? c_inner, Tensor? c_inner_bias, Tensor? c_outer, Tensor? c_outer_bias, "
+      "float c_threshold, float top_probability) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(tide, CPU, library) { library.impl("decide_exits", &decide_exits); }
