@@ -124,6 +124,7 @@ def _gate(answer: str) -> float:
 
 
 _CODER = "modes_qwen2_5_coder_0_5b_batch_1"  # on held-out functions of HumanEval
+_LARGER = "modes_qwen2_5_coder_1_5b_batch_1"
 
 
 def _coder(method: str, source: str) -> dict[str, Any]:
@@ -178,6 +179,12 @@ def _assisted(method: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b"),
     "coder_gain": lambda: _gain(_CODER, "exit, threshold scale 1", "auto"),
+    "larger_head": lambda: _in_layers("head", "depth_qwen2_5_coder_1_5b"),
+    "larger_lossless": lambda: times(_coder("lossless", _LARGER)["speedup"]),
+    "larger_alone": lambda: times(_coder("exit without drafts", _LARGER)["speedup"]),
+    "larger_both": lambda: times(_coder("exit, threshold scale 1", _LARGER)["speedup"]),
+    "larger_gain": lambda: _gain(_LARGER, "exit, threshold scale 1", "auto"),
+    "larger_differ": lambda: percent(_coder("exit, threshold scale 1", _LARGER)["disagreement"]),
     "certified_exits": lambda: _median("exit, risk 0.05"),
     "certified_lossless": lambda: _median("lossless"),
     "certified_alone": lambda: _median("exit without drafts, risk 0.02"),

@@ -136,7 +136,7 @@ step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13
 step modes_gemma3_270m_batch_4 modes_of gemma3_270m "$SPEC" 4 24
 step modes_qwen2_5_coder_0_5b_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13 --compile
 step modes_qwen2_5_coder_0_5b_batch_4 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 4 24
-step modes_qwen2_5_coder_1_5b_batch_1 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 1 13
+step modes_qwen2_5_coder_1_5b_batch_1 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 1 6 --compile
 step modes_qwen2_5_coder_1_5b_batch_4 modes_of qwen2_5_coder_1_5b "$WORK/code.jsonl" 4 24
 step replay python bench/replay.py "$MODEL" "$WORK/depth_smollm2" --batch 1 4 --documents 8 \
   --dtype float32 --out $R/replay.json
