@@ -103,7 +103,8 @@ def write_pages(folder: Path, pages: Mapping[str, str]) -> None:
     for name, page in pages.items():
         path, raw = folder / name, page.encode("utf-8", "replace")
         ours = b"library_name: tide" if name == CARD else b"tide"
-        if path.exists() and ours not in path.read_bytes():  # such as the card of the model itself
+        theirs = path.is_file() and not path.is_symlink() and ours not in path.read_bytes()
+        if theirs:  # such as the card of the model itself
             warnings.warn(f"{path} was not written by TIDE, so it stays.", stacklevel=4)
         else:
             write_whole(path, lambda scratch, raw=raw: scratch.write_bytes(raw))  # type: ignore[misc]
