@@ -13,7 +13,10 @@ def costs(gate: float = 0.05, flat: bool = True, read: float = 0.0) -> ExitCosts
     """Two segments of the same cost: bound by reading weights, or by arithmetic."""
     segment = [1.0 if flat else float(size) for size in SIZES]
     store = [0.1 * seconds for seconds in segment]
-    return ExitCosts(SIZES, [segment, segment], [[0.0] * 4, store], [[gate] * 4], [[read] * 4])
+    whole = [2 * seconds for seconds in segment]
+    return ExitCosts(
+        SIZES, whole, [segment, segment], [[0.0] * 4, store], [[gate] * 4], [[read] * 4]
+    )
 
 
 def test_expected_seconds() -> None:

@@ -103,6 +103,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a proposer without an artifact, for a model whose steps were measured or not."""
     metrics: Any = SimpleNamespace(DraftMetrics=Recorder)
     monkeypatch.setitem(sys.modules, "tide.vllm.metrics", metrics)
+    directly: Any = SimpleNamespace(sample_undrafted_directly=lambda: None)
+    monkeypatch.setitem(sys.modules, "tide.vllm.undrafted", directly)
 
     def made(
         cross_request: bool = False, costs: Mapping[int, float] | None = None
@@ -298,15 +300,10 @@ def test_switching_is_logged_with_its_reason(
     make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     proposer, now = make(False, {1: 0.01, 64: 0.64}), 0.0
-
-    def clock() -> float:  # a step costs what the curve has it cost
-        nonlocal now
-        now += 0.01 * (1 + proposer._last.drafted)
-        return now
-
-    monkeypatch.setattr(module.time, "perf_counter", clock)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
     with caplog.at_level(logging.INFO, "vllm.tide"):
         for length in range(50, 150):
+            now += 0.01 * (1 + proposer._last.drafted)  # what the curve has it cost
             propose(proposer, [([1] * length, 1)])
     (line,) = caplog.messages
     assert "switched off for 1 to 1 requests" in line
@@ -399,6 +396,19 @@ def test_where_no_draft_is_found_they_are_looked_for_ever_more_rarely() -> None:
             looked += 1
             switch.found_none()
     assert 2 <= looked <= 8
+
+
+def test_looking_for_drafts_that_are_hardly_ever_found_is_given_up() -> None:
+    for every, looking, on in ((50, 0.005, False), (10, 0.005, True), (50, 0.0, True)):
+        switch, looked = DraftSwitch(), 0
+        for step in range(3000):
+            if switch.begin():
+                looked += 1
+                if step % every:
+                    switch.found_none(looking)
+                else:
+                    switch.decide(1.2, looking)
+        assert (looked == 3000) == on and (on or looked < 1000)
 
 
 def test_what_does_not_pay_is_tried_ever_more_rarely() -> None:

@@ -77,14 +77,24 @@ def baseline(smollm2_path: Path, prompts: list[list[int]]) -> Any:
     return case("answer", model=str(smollm2_path), prompts=prompts, new=NEW)
 
 
-def test_unreachable_thresholds_keep_the_token_ids_of_vllm(
-    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], baseline: Any
-) -> None:
-    never = {"artifact": str(small_artifact), "uncertified": True, "threshold_scale": -1.0}
-    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=never,
-                 options=COMPILED)  # fmt: skip
+@pytest.mark.parametrize(
+    ("never", "units"),
+    [({"uncertified": True, "threshold_scale": -1.0}, 2), ({"script": 0.0}, 4)],
+    ids=["unreachable thresholds", "segments, no exits"],
+)
+def test_without_exits_the_token_ids_are_those_of_vllm(
+    smollm2_path: Path, small_artifact: Path, prompts: list[list[int]], baseline: Any,
+    never: dict[str, Any], units: int,
+) -> None:  # fmt: skip
+    tide = {**never, "audit_rate": 0.0}
+    if units == 2:
+        tide["artifact"] = str(small_artifact)
+    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide,
+                 options={**COMPILED, "max_num_batched_tokens": 64})  # fmt: skip
     assert found["class"] == baseline["class"] == "TideLlamaForCausalLM"
     assert "exits" not in baseline and found["exits"] == {}
+    # Two segments, the KV of the second, and the model as vLLM runs it; or the last alone.
+    assert found["units"] == units and found["graphs"] == (units if units > 2 else 1)
     assert found["answers"] == baseline["answers"]
 
 
@@ -124,8 +134,7 @@ def test_preemption_and_prefix_caching_lose_no_token(
     tight = {"num_gpu_blocks_override": 20, "block_size": 32, "max_num_seqs": 8,
              "enable_prefix_caching": True, **COMPILED}  # fmt: skip
     exits = {"artifact": str(small_artifact), "uncertified": True, "gates": "always"}
-    for threshold_scale, same in ((-1.0, True), (1.0, False)):
-        tide = {**exits, "threshold_scale": threshold_scale}
+    for tide, same in (({"script": 0.0, "audit_rate": 0.0}, True), (exits, False)):
         found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW, tide=tide,
                      options=tight)  # fmt: skip
         assert found["metrics"]["vllm:num_preemptions"] > 0
@@ -162,6 +171,7 @@ def test_drafts_without_an_artifact_keep_the_token_ids_of_vllm(
     counts = found["counts"]
     assert 0 < counts["tide:accepted_tokens_total"] < counts["tide:drafted_tokens_total"]
     assert counts["tide:draft_steps_total drafted"] > 0
+    assert found["rejects"] and 0 not in found["rejects"]  # other steps are sampled as without us
     assert found["step_costs"] == {}  # an eager engine on a CPU does not warm up
 
 
@@ -317,7 +327,8 @@ def test_every_architecture_skips_the_same_layers_in_both_attentions(
     assert compiled["tokens"] == compiled["attended"]
     assert sum(compiled["fills"]) > 0
     assert compiled["stored"] == added(compiled["tokens"], compiled["fills"])
-    assert compiled["graphs"] == 3  # two segments, and the KV of the second; no more while serving
+    # Two segments, the KV of the second, and the model as vLLM runs it; no more while serving.
+    assert compiled["graphs"] == 4
     # Others norm their keys. What does not compute the layers' KV is not used.
     assert compiled["folded"] == [family in ("llama", "mistral", "qwen2"), False]
 
@@ -345,7 +356,7 @@ def test_costs_are_measured_before_the_first_answer_and_compile_nothing_later(
     options = {**SHORT["options"], **COMPILED}
     found = case("answer", model=model, tide=tide, **{**SHORT, "options": options})
     assert found["payoff"].startswith("gates pay ")
-    assert found["graphs"] == found["units"] == 5
+    assert found["graphs"] == found["units"] == 6
     assert [len(answer) for answer in found["answers"]] == [SHORT["new"]] * len(SHORT["prompts"])
 
 

@@ -28,6 +28,7 @@ def requests(*given: tuple[int, list[int]]) -> Requests:
         blocks=torch.tensor([blocks for _, blocks in given], dtype=torch.int32),
         slots=torch.arange(len(given)),
         block=BLOCK,
+        tokens=len(given),
     )
 
 

@@ -22,6 +22,7 @@ def requests(text: list[int], new: int, blocks: list[int]) -> Requests:
     return Requests(
         starts=torch.tensor([0, new]), lengths=torch.tensor([len(text)]),
         blocks=torch.tensor([blocks], dtype=torch.int32), slots=slots, block=BLOCK,
+        tokens=new,
     )  # fmt: skip
 
 

@@ -56,6 +56,8 @@ ATTRIBUTES: dict[str, str] = {
     "vllm.model_executor.layers.linear.QKVParallelLinear": "bias quant_method",
     "vllm.model_executor.layers.linear.UnquantizedLinearMethod": "process_weights_after_loading",
     "vllm.platforms.interface.Platform": "is_cpu",
+    "vllm.v1.sample.rejection_sampler.RejectionSampler": "forward sampler synthetic_mode",
+    "vllm.v1.spec_decode.metadata.SpecDecodeMetadata": "max_spec_len",
     "vllm.envs": "VLLM_CPU_ATTN_SPLIT_KV",
 }  # fmt: skip
 # Function -> parameters that it is given by name.
@@ -66,12 +68,13 @@ PARAMETERS: dict[str, str] = {
     "vllm.compilation.decorators.support_torch_compile": "dynamic_arg_dims",
     "vllm.distributed.tensor_model_parallel_all_gather": "dim",
     "vllm.SamplingParams": "temperature max_tokens",
+    "vllm.v1.sample.sampler.Sampler.forward": "logits sampling_metadata predict_bonus_token",
 }
 # Parts of an architecture's modules: of the whole, of its decoder, of a layer and its attention.
 PARTS = {"": "model lm_head compute_logits load_weights forward", "Model": "layers norm "
          "embed_input_ids", "DecoderLayer": "self_attn input_layernorm",
          "Attention": "attn qkv_proj o_proj rotary_emb"}  # fmt: skip
-# Options of the server that `tide serve` sets.
+# Options of the server that `tide serve` sets or looks at.
 OPTIONS = ("--model", "--dtype", "--speculative-config", "--additional-config",
            "--compilation-config", "--per-request-spec-decode-metrics", "--no-async-scheduling",
            "--shutdown-timeout", "--enforce-eager")  # fmt: skip
@@ -92,8 +95,8 @@ def resolve(path: str) -> Any:
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
-        module, _, name = path.rpartition(".")
-        return getattr(importlib.import_module(module), name)
+        of, _, name = path.rpartition(".")
+        return getattr(resolve(of), name)
 
 
 @cache

@@ -148,7 +148,7 @@ def answer(given: dict[str, Any]) -> Any:
         found |= {
             "exits": model.tide.exits, "tokens": counts.tokens, "fills": counts.fills,
             "seen": seen, "attended": attended, "stored": stored, "graphs": graphs(),
-            "units": 2 * len(model.tide.units.layers) - 1,
+            "units": 2 * len(model.tide.units.layers),  # with the model as vLLM runs it
             "payoff": model.tide.payoff and model.tide.payoff.summary(8),
             "audited": model.tide.audit.monitor.sequences if model.tide.audit.monitor else None,
         }  # fmt: skip
@@ -167,11 +167,19 @@ def ids(given: dict[str, Any]) -> Any:
 def drafts(given: dict[str, Any]) -> Any:
     """Answers with drafts, what was counted, and what steps were measured to cost."""
     from prometheus_client import REGISTRY
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
 
     from tide.vllm.costs import describe
 
     speculative = {"method": "custom_class", "model": "tide.vllm.proposer.TableProposer",
                    "num_speculative_tokens": 4}  # fmt: skip
+    reject, rejects = RejectionSampler.forward, []
+
+    def forward(self: Any, metadata: Any, *args: Any) -> Any:
+        rejects.append(metadata.max_spec_len)
+        return reject(self, metadata, *args)
+
+    RejectionSampler.forward = forward
     llm = start(given, speculative_config=speculative)
     model = decoder(llm)
     answers = in_waves(llm, given["prompts"], given["new"])
@@ -179,6 +187,7 @@ def drafts(given: dict[str, Any]) -> Any:
     drafted = "vllm:spec_decode_num_draft_tokens"
     return {
         "drafted": sum(m.value for m in llm.get_metrics() if m.name == drafted),
+        "rejects": rejects,  # longest draft of each step in which drafts are accepted or not
         "answers": answers,
         "class": type(model).__name__,
         "step_costs": costs,

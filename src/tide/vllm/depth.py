@@ -1,7 +1,8 @@
 """The forward pass with exits: vLLM's own layers, segment by segment, compiled as vLLM compiles.
 
 A token that exits gets the output of its exit head; the layers above only store its KV
-(`kv_cache_strategy="propagate"`). The other tokens continue without it.
+(`kv_cache_strategy="propagate"`). The other tokens continue without it. Where no token may exit,
+the pass is vLLM's own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from vllm.forward_context import (
     override_forward_context,
 )
 
-from tide.errors import UnsupportedModelError
+from tide.errors import ConfigError, UnsupportedModelError
 from tide.stats import LayerCounts
 from tide.vllm.active import ActiveTokens
 from tide.vllm.audit import Audit
@@ -32,7 +33,7 @@ from tide.vllm.units import Attended, Units, without_attention
 
 logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 
-_SEVERAL = 8  # tokens with which units are compiled; any other number will do
+_SEVERAL = 8  # tokens with which graphs are compiled; any other number will do
 
 
 class DepthForward:
@@ -44,7 +45,7 @@ class DepthForward:
         settings: ours.
 
     Attributes:
-        counts: calls and tokens of each layer.
+        counts: tokens of each layer.
         exits: tokens that exited after each layer.
         units: the segments between checkpoints.
         payoff: whether the gates are worth evaluating; None until costs are measured.
@@ -75,6 +76,13 @@ class DepthForward:
                     "which request. Choose another with --attention-backend."
                 )
         self.gates = Gates(model, self._attention, vllm_config, settings)
+        self._always = settings.gates == "always" or settings.script is not None
+        if self.gates.checkpoints and not self._always and not self._cuts():
+            raise ConfigError(
+                "After an exit, this attention backend attends for all requests, and later layers "
+                "run uncompiled. What that costs is not measured, so gates cannot be evaluated by "
+                "cost. To evaluate them in every step, set gates to 'always'."
+            )
         begins = [0, *(checkpoint.layer + 1 for checkpoint in self.gates.checkpoints)]
         self.units = Units(self.decoder, vllm_config, [*begins, len(self.layers)])
         self._most = int(vllm_config.scheduler_config.max_num_seqs)
@@ -94,26 +102,26 @@ class DepthForward:
     @torch.no_grad()
     def __call__(self, ids: Tensor | None, positions: Tensor, embeds: Tensor | None) -> Tensor:
         """The normed last states of all tokens, `[tokens, hidden]`."""
-        hidden = embeds if embeds is not None else self.decoder.embed_input_ids(ids)
         context = get_forward_context()
         requests = self.gates.requests(context)
-        self._get_ready(positions, hidden, context)
+        self._get_ready(ids, positions, embeds, context)
         if requests is None:  # vLLM warms up
-            return self.units.warm_up(positions, hidden)
+            if self.gates.checkpoints:
+                self.units.warm_up(positions, self._embedded(ids, embeds))
+            return self.decoder(ids, positions, None, embeds)
+        tokens = requests.tokens
         decoding = requests.decoding() if self.gates.checkpoints else []
         audits: dict[int, Tensor | None] = {}
         if self.gates.checkpoints and not self.audit.tripped:
             self.gates.remember(requests, ids)
             audits = self.audit.follow(requests, decoding)
         if not decoding or self.audit.tripped or not self._pays(requests, len(decoding)):
-            active = ActiveTokens.all_of(hidden, positions, context)
-            for number in range(len(self.units.layers)):
-                self._run(number, active)
-            out = active.hidden
+            out = self.decoder(ids, positions, None, embeds)  # as vLLM runs it
+            self.counts.tokens[:] = [n + tokens for n in self.counts.tokens]
         else:
+            hidden = self._embedded(ids, embeds)
             out = torch.zeros_like(hidden)
-            count = int(requests.starts[-1])  # the rest is padding
-            active = ActiveTokens.all_of(hidden[:count], positions[:count], context)
+            active = ActiveTokens.all_of(hidden[:tokens], positions[:tokens], context)
             if self.settings.attention == "all" or not can_subset(context, self._attention[0]):
                 active.exit_states = torch.zeros_like(active.hidden)
                 active.all_positions = active.positions
@@ -177,7 +185,6 @@ class DepthForward:
             else:
                 active.hidden, active.residual = self.units.run(number, active.positions, *states)
         for n in layers:
-            self.counts.calls[n] += 1
             self.counts.tokens[n] += len(active.tokens)
 
     def _run_after_attention(self, layers: range, active: ActiveTokens) -> None:
@@ -239,14 +246,19 @@ class DepthForward:
 
     # ---- before the first pass
 
-    def _get_ready(self, positions: Tensor, hidden: Tensor, context: ForwardContext) -> None:
-        """Compile all units, where vLLM compiles, and measure what they and the gates cost; once.
+    def _get_ready(
+        self, ids: Tensor | None, positions: Tensor, embeds: Tensor | None, context: ForwardContext
+    ) -> None:
+        """Compile all graphs, where vLLM compiles, and measure what they and the gates cost; once.
 
-        All at once: a unit that the first pass with one token compiled would be for one token.
+        All at once: a graph that the first pass with one token compiled would be for one token.
         """
         if self._ready:
             return
         self._ready = True
+        if not self.gates.checkpoints:
+            return
+        hidden = self._embedded(ids, embeds)
         # As in a warm-up of vLLM: nothing attends, and no KV is written.
         nothing: Any = {"attn_metadata": None, "slot_mapping": {}}
         idle = dataclasses.replace(context, **nothing)
@@ -258,15 +270,29 @@ class DepthForward:
             self.units.check(where, states)
             if self.units.compiles:
                 self.units.warm_up(where, states)
-            if self.settings.gates == "always" or self.settings.script is not None:
+                self.decoder(*(_several(one) for one in (ids, positions, None, embeds)))
+            if self._always:
                 return
-            if not self.gates.checkpoints:
-                return
-            costs = ExitCosts.measure(self.units, self.gates.gates, where, states, self._most)
+
+            def whole(size: int) -> Any:
+                given = (ids, positions, None, embeds)
+                return self.decoder(*(_several(one, size) for one in given))
+
+            costs = ExitCosts.measure(
+                self.units, whole, self.gates.gates, where, states, self._most
+            )
         # The first rank's, so that all ranks choose alike.
         costs = get_tp_group().broadcast_object(costs, src=0)
         self.payoff = Payoff(costs, self.settings.audit_rate)
         logger.info("TIDE: %s", self.payoff.summary(self._most))
+
+    def _cuts(self) -> bool:
+        """Whether passes after an exit are those whose costs are measured."""
+        names = {attn.attn_backend.get_name() for attn in self._attention}
+        return self.settings.attention == "subset" and names == {"CPU_ATTN"}
+
+    def _embedded(self, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
+        return embeds if embeds is not None else self.decoder.embed_input_ids(ids)
 
     def _pays(self, requests: Requests, decoding: int) -> bool:
         """Whether the gates are worth evaluating where so many requests decode."""
@@ -274,3 +300,8 @@ class DepthForward:
             return True
         # A prompt takes the pass through all layers.
         return decoding == len(requests.lengths) and self.payoff.pays(decoding)
+
+
+def _several(tensor: Tensor | None, times: int = _SEVERAL) -> Tensor | None:
+    """The first token of a pass, several times."""
+    return None if tensor is None else tensor[:1].expand(times, *tensor.shape[1:]).contiguous()

@@ -71,6 +71,9 @@ class Gates:
             return
         made, checkpoints, scale, self.longest = settings.load(vllm_config)
         self.checkpoints = [c for c in checkpoints if not c.thresholds.scaled(scale).unreachable]
+        if not self.checkpoints:
+            self.gates = []
+            return
         for checkpoint in self.checkpoints:
             checkpoint.to(norm.weight.device, norm.weight.dtype)
         head = _head(model, config)

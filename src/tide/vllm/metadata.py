@@ -28,6 +28,7 @@ class Requests:
         blocks: KV cache blocks of each request, `[n, max_blocks]`.
         slots: KV cache slot of each token, `[tokens]`.
         block: tokens of a block.
+        tokens: of the pass, padding not counted.
     """
 
     starts: Tensor
@@ -35,6 +36,7 @@ class Requests:
     blocks: Tensor
     slots: Tensor
     block: int
+    tokens: int
 
     def block_of(self, requests: Sequence[int], positions: Tensor) -> Tensor:
         """The KV cache blocks of one token of each of some requests, `[m]`.
@@ -62,7 +64,7 @@ def requests_of(context: ForwardContext, attn: Any) -> Requests | None:
     n = len(found.query_start_loc) - 1
     return Requests(
         starts=found.query_start_loc, lengths=found.seq_lens[:n], blocks=found.block_table[:n],
-        slots=slots, block=int(attn.kv_cache.shape[2]),
+        slots=slots, block=int(attn.kv_cache.shape[2]), tokens=int(found.num_actual_tokens),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ class ExitCosts:
 
     Attributes:
         sizes: the numbers of tokens, `[s]`.
+        whole: the model as vLLM runs it, `[s]`.
         segments: running each segment, `[segments][s]`.
         stores: storing its KV only; zeros for the first.
         gates: evaluating each gate, `[segments - 1][s]`.
@@ -35,6 +36,7 @@ class ExitCosts:
     """
 
     sizes: Sequence[int]
+    whole: Sequence[float]
     segments: Sequence[Sequence[float]]
     stores: Sequence[Sequence[float]]
     gates: Sequence[Sequence[float]]
@@ -42,12 +44,19 @@ class ExitCosts:
 
     @classmethod
     def measure(
-        cls, units: Any, gates: Sequence[Any], positions: Tensor, hidden: Tensor, most: int
+        cls,
+        units: Any,
+        whole: Callable[[int], Any],
+        gates: Sequence[Any],
+        positions: Tensor,
+        hidden: Tensor,
+        most: int,
     ) -> ExitCosts:
         """Time all units and gates, in a forward context without attention.
 
         Args:
             units: the `Units` of the decoder.
+            whole: runs the model as vLLM does, for so many tokens.
             gates: the gates between them.
             positions, hidden: of any pass, `[t]` and `[t, hidden]`.
             most: tokens at most.
@@ -57,6 +66,7 @@ class ExitCosts:
         for size in sizes:
             where = positions[:1].expand(size).contiguous()
             state = hidden[:1].expand(size, -1).contiguous()
+            parts["whole", 0, size] = partial(whole, size)
             for k in range(len(units.layers)):
                 states = (state, state) if k else (state,)
                 parts["segment", k, size] = lambda k=k, where=where, states=states: units.run(
@@ -85,13 +95,13 @@ class ExitCosts:
 
         count = len(units.layers)
         return cls(
-            sizes, curves("segment", count), curves("store", count, 1),
+            sizes, curves("whole", 1)[0], curves("segment", count), curves("store", count, 1),
             curves("gate", count - 1), curves("read", count - 1),
         )  # fmt: skip
 
     def full_depth(self, requests: int) -> float:
         """Seconds of a pass of so many tokens without gates."""
-        return sum(self._expected(curve, requests, 1.0) for curve in self.segments)
+        return self._expected(self.whole, requests, 1.0)
 
     def with_exits(self, requests: int, shares: Sequence[float]) -> float:
         """Expected seconds of a pass with gates.

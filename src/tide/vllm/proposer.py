@@ -113,8 +113,10 @@ class TableProposer:
     def load_model(self, target_model: Any) -> None:
         """Keep the model, which measures later what steps cost; the table is in memory."""
         from tide.vllm.metrics import DraftMetrics
+        from tide.vllm.undrafted import sample_undrafted_directly
 
         self._model, self._metrics = target_model, DraftMetrics()
+        sample_undrafted_directly()
 
     def propose(
         self,
@@ -159,6 +161,8 @@ class TableProposer:
             decision, drafts = self._draft(batch, requests, len(indices), switch)
             if switch.on != before:
                 self._announce(requests, switch, began)
+            if len(indices) == requests:
+                switch.looked(time.perf_counter() - began)
         for index, request in batch.items():
             request.drafted = len(drafts.get(index, ()))
         drafted = sum(map(len, drafts.values()))
@@ -237,8 +241,10 @@ class TableProposer:
                 request.draft_type, found[index] = draft
                 chances = self._acceptance.reach(draft.draft_type, len(draft.tokens))
                 candidates += [_DraftToken(c, index, place) for place, c in enumerate(chances, 1)]
+        # The time of looking is also part of every step that is measured while drafting is on.
+        looking = min(switch.seconds / (self._cost.undrafted(requests) or 1.0), 0.5)
         if not candidates:
-            switch.found_none()
+            switch.found_none(looking)
             return "no_draft_found", {}
         if self._cost.needs_undrafted(requests):
             return "probe", {}
@@ -249,7 +255,7 @@ class TableProposer:
         tokens = requests + 1 + np.arange(len(expected))
         gains = (1 + expected) / self._cost.ratio(requests, tokens)
         best = int(gains.argmax())
-        decision = switch.decide(float(gains[best]))
+        decision = switch.decide(float(gains[best]), looking)
         used = candidates[: best // like + 1] if decision == "drafted" else []
         if decision == "probe":
             used = [token for token in candidates if token.position == 1][:_PROBE]
@@ -265,7 +271,9 @@ class TableProposer:
             self._logged[size] = now
             logger.info(
                 "TIDE: drafting is switched %s for %d to %d requests: the expected gain is %.1f %%"
-                " where drafts are found; a step with %d draft tokens costs %.2f steps without.",
+                " where drafts are found, and %.1f %% over all steps, less the time of looking for "
+                "them; a step with %d draft tokens costs %.2f steps without.",
                 "on" if switch.on else "off", 1 << (size - 1), (1 << size) - 1,
-                100 * (switch.gain - 1), requests, self._cost.ratio(requests, 2 * requests),
+                100 * (switch.gain - 1), 100 * (switch.net - 1), requests,
+                self._cost.ratio(requests, 2 * requests),
             )  # fmt: skip

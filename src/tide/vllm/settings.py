@@ -49,7 +49,8 @@ class Settings:
             disagreement than the risk.
         attention: "subset" skips attention of exited tokens above their exit; "all" skips their
             MLPs only, for attention backends whose metadata cannot be cut.
-        gates: "by_cost" evaluates them where they pay at that number of requests, by their measured
+        gates: "by_cost" (with CPU_ATTN and "subset" attention; refused elsewhere) evaluates them
+            where they pay at that number of requests, by their measured
             costs and the exits seen so far, and elsewhere runs every token at full depth; "always"
             evaluates them everywhere, whatever the load.
         cross_request_drafts: in mode "lossless", also draft from recent answers to other requests.
@@ -152,6 +153,11 @@ class Settings:
                 idle["risk"] = ("delta", "on_drift")
             elif not self.audit_rate:
                 idle["an audit_rate above 0"] = ("on_drift",)
+            if self.audit_rate == 1 and self.gates == "by_cost" and self.script is None:
+                raise ConfigError(
+                    "audit_rate is 1: every request runs at full depth, so gates never pay and are "
+                    "hardly evaluated. Lower it, or set gates to 'always'."
+                )
         for wanted, names in idle.items():
             for name in names:
                 if (got := getattr(self, name)) != getattr(_USUAL, name):

@@ -156,8 +156,10 @@ class Units:
         before = context.batch_descriptor
         if before is not None:  # it names the graph to replay
             context.batch_descriptor = dataclasses.replace(before, num_tokens=size)
-        out = unit(*(buffer[:size] for buffer in used))
-        context.batch_descriptor = before
+        try:
+            out = unit(*(buffer[:size] for buffer in used))
+        finally:
+            context.batch_descriptor = before
         # The graph's own memory is written again by the next replay.
         return [tensor[:tokens].clone() for tensor in out]
 
