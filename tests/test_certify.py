@@ -101,10 +101,10 @@ def test_a_risk_needs_a_certificate_that_covers_it(model: Any, made: Artifact) -
         serve(model, made, risk=0.02)
 
 
-def test_the_most_aggressive_certificate_that_covers_a_query_is_found(made: Artifact) -> None:
+def test_the_certificate_that_covers_a_query_most_closely_is_found(made: Artifact) -> None:
     made.certificates = [
         certificate(made, threshold_scale=scale, risk=risk)
-        for scale, risk in ((0.5, 0.02), (2.0, 0.01), (2.0, 0.02), (3.0, 0.05))
+        for scale, risk in ((0.5, 0.02), (4.0, 0.01), (2.0, 0.02), (3.0, 0.05))
     ]
     query = CertificateQuery(0.02, 0.05, "float32", "deferred", model=made.fingerprint)
     assert find_certificate(made, query) == made.certificates[2]

@@ -184,7 +184,11 @@ def test_a_batch_that_shrinks_starts_from_what_the_larger_one_cost() -> None:
     costs.add(one, 1, 1.0)
     assert costs.of(one) == {1: pytest.approx(1.0), 8: pytest.approx(1.5)}
     costs.add(one, 1, 1.5)  # from here on as usual
-    assert costs.of(one) == {1: pytest.approx(1.05), 8: pytest.approx(1.5)}
+    grown = pytest.approx(1.5 * 1.05)  # how costs grow with length is kept
+    assert costs.of(one) == {1: pytest.approx(1.05), 8: grown}
+    costs.add(one, 8, grown.expected)
+    costs.add(one, 1, 1.5)
+    assert costs.of(one) == {1: pytest.approx(1.095), 8: grown}  # unless it was seen
     assert costs.of(many) == {1: 4.0, 8: 6.0}
     assert costs.known(32) and not costs.known(1)  # a call of one sequence is still measured
     costs.start(1, {1: 0.5, 8: 0.6})
@@ -197,7 +201,7 @@ def test_what_was_measured_is_not_taken_for_borrowed() -> None:
     costs.of(one)  # borrowed, and the batch ended before a step was timed
     costs.start(1, {1: 0.5, 8: 0.6})
     costs.add(one, 1, 0.25)
-    assert costs.of(one) == {1: pytest.approx(0.475), 8: 0.6}
+    assert costs.of(one) == {1: pytest.approx(0.475), 8: pytest.approx(0.95 * 0.6)}
 
 
 def test_no_tree_is_larger_than_what_was_measured() -> None:

@@ -11,8 +11,9 @@ import torch
 from test_generate import GREEDY, artifact, prompts
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
+from tide.decode.pass_costs import PassCosts
 from tide.engine import TIDE
-from tide.errors import ArtifactError, ConfigError
+from tide.errors import ArtifactError, ConfigError, UnsupportedModelError
 from tide.exits.gate import ExitGate
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.policy import ScriptedPolicy
@@ -170,6 +171,47 @@ def test_gates_that_no_token_can_pass_are_not_evaluated(mode: str) -> None:
     # The other checkpoint is evaluated still, with its own thresholds and head.
     assert ran(never, seldom) == {(0, 6), (0, 4), (4, 6)}
     assert CountedHead.read == 2 * 23
+
+
+def test_without_exits_no_part_of_the_head_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, exits = tiny_model("llama"), artifact()
+    exits.vocabulary = torch.arange(3, 40)
+    weight = model.lm_head.weight
+    # A packed head, which cannot be read in part.
+    model.lm_head.weight = torch.nn.Parameter(weight.detach()[:50].clone())
+    options = {"allow_mismatch": True, "check": False}
+    TIDE(model, exits, TIDEConfig(mode="off", min_layers=0), **options)
+    with pytest.raises(UnsupportedModelError, match="packed, and cannot be read in part"):
+        TIDE(model, exits, TIDEConfig(mode="exit", min_layers=0), **options)
+
+
+def test_logits_are_the_models_own_once_the_circuit_breaker_has_tripped() -> None:
+    model = tiny_model("llama")
+    config = TIDEConfig(mode="exit", min_layers=0)
+    tide = TIDE(model, artifact(), config, policy=ALWAYS, allow_mismatch=True, check=False)
+    ids = prompts(2)["input_ids"]
+    assert not torch.equal(tide(ids), model(ids).logits)
+    tide.circuit_breaker = SimpleNamespace(tripped=True)  # type: ignore[assignment]
+    assert torch.equal(tide(ids), model(ids).logits)
+
+
+def test_steps_with_exits_are_booked_by_the_tokens_they_begin_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    booked: list[int] = []
+    monkeypatch.setattr(
+        PassCosts, "add", lambda self, batch, tokens, seconds: booked.append(tokens)
+    )
+    model = tiny_model("llama")
+    for mode, every in (("exit", True), ("lossless", False)):
+        config = TIDEConfig(mode=mode, min_layers=0, drafts=("exit",), max_tree=0, max_pending=4)
+        tide = TIDE(model, artifact(), config, policy=ALWAYS, allow_mismatch=True, check=False)
+        booked.clear()
+        tide.generate(**prompts(1), **GREEDY, eos_token_id=None)
+        if every:  # each begins with one token, also where a deep pass takes others along
+            assert booked == [1] * tide.last_stats.steps
+        else:  # only deep passes, by all that they verify
+            assert len(booked) < tide.last_stats.steps and max(booked) > 1
 
 
 def test_one_artifact_serves_engines_of_different_dtypes() -> None:

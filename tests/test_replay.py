@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tide.calibration.choose import Choice
-from tide.calibration.replays import fastest
+from tide.calibration.replays import expected, fastest
 from tide.calibration.table import build_table
 from tide.config import TIDEConfig
 from tide.decode.player import Setting
@@ -91,7 +91,7 @@ def test_drafts_are_the_loops_own() -> None:
         Setting(TIDEConfig(mode="lossless", drafts=("context",)), (1,), (HALF,)), repeated
     )
     off = run(Setting(TIDEConfig(mode="off")), repeated)
-    assert lossless.tokens == off.tokens == 80 and lossless.tokens_per_pass > 2
+    assert lossless.tokens == off.tokens == 80 and lossless.tokens_per_step > 2
     assert lossless.seconds < 0.7 * off.seconds
     both = run(Setting(replace(EXIT, drafts=("context",)), (1,), (HALF,)), repeated)
     assert both.exit_rate > 0 and both.seconds < off.seconds
@@ -100,21 +100,21 @@ def test_drafts_are_the_loops_own() -> None:
     drafted = replay(
         recorded(), Setting(TIDEConfig(mode="lossless", drafts=("table",))), [COSTS], table
     )
-    assert drafted.tokens_per_pass > 2
+    assert drafted.tokens_per_step > 2
 
 
 def test_trees_are_the_loops_own() -> None:
     """A second answer with the same tokens, each the second likeliest after the one before it."""
     made = recorded(2)
     config = TIDEConfig(mode="lossless", drafts=("recycled",))
-    assert run(Setting(config), made).tokens_per_pass == pytest.approx(80 / 78)  # none recorded
+    assert run(Setting(config), made).tokens_per_step == pytest.approx(80 / 78)  # none recorded
     after = np.array(ANSWER * 2)
     made.successors = np.stack([after + 100, after], 1).astype(np.int32)
     costs = replace(COSTS, whole={**COSTS.whole, 33: COSTS.whole[16]})
     found = run(Setting(config), made, costs)
-    assert found.tokens == 80 and found.tokens_per_pass > 1.5
+    assert found.tokens == 80 and found.tokens_per_step > 1.5
     chains = run(Setting(config.with_(max_tree=0)), made, costs)
-    assert chains.tokens_per_pass == pytest.approx(80 / 78)
+    assert chains.tokens_per_step == pytest.approx(80 / 78)
 
 
 def test_sequences_of_a_batch_share_their_passes() -> None:
@@ -137,30 +137,50 @@ def test_only_whole_batches_are_replayed() -> None:
     assert run(Setting(TIDEConfig(mode="off")), recorded(3), COSTS, four).tokens == 120
 
 
-@pytest.mark.parametrize(
+def choice_of(layer: int) -> Choice:
+    return Choice(
+        layers=(layer,), thresholds=(HALF,), exit_rate=0.5, read_rate=0.5, error_rate=0.0,
+        depth_saved=0.5, speedup=1.0,
+    )  # fmt: skip
+
+
+SERVED = pytest.mark.parametrize(
     "config",
     [
         TIDEConfig(kv_cache_strategy="zero_pad"),
+        TIDEConfig(kv_cache_strategy="propagate", mode="exit"),
         EXIT,
         TIDEConfig(mode="lossless"),
         TIDEConfig(mode="off"),
     ],
-    ids=["published", "exit", "lossless", "off"],
+    ids=["published", "propagate", "exit", "lossless", "off"],
 )
-def test_exits_are_chosen_alike_whatever_they_will_be_served_with(config: TIDEConfig) -> None:
-    def choice(layer: int) -> Choice:
-        return Choice(
-            layers=(layer,), thresholds=(HALF,), exit_rate=0.5, read_rate=0.5, error_rate=0.0,
-            depth_saved=0.5, speedup=1.0,
-        )  # fmt: skip
 
+
+@SERVED
+def test_exits_are_chosen_alike_whatever_they_will_be_served_with(config: TIDEConfig) -> None:
     table = ContinuationTable(build_table([[7, 7]], 100))
     made = recorded(2)
     made.scores["confidence"][1] = 0.0  # no token exits at the deeper one
-    options = [choice(1), choice(0)]
+    options = [choice_of(1), choice_of(0)]
     config = config.with_(drafts=())
-    assert fastest(options, made, [COSTS], table, config) == choice(0)
-    assert fastest(options[::-1], made, [COSTS], table, config) == choice(0)
+    assert fastest(options, made, [COSTS], table, config) == choice_of(0)
+    assert fastest(options[::-1], made, [COSTS], table, config) == choice_of(0)
+
+
+@SERVED
+def test_ways_are_compared_whatever_they_will_be_served_with(config: TIDEConfig) -> None:
+    table = ContinuationTable(build_table([[7, 7]], 100))
+    choice = choice_of(1)
+    found = expected(choice, recorded(2), [COSTS], table, config)
+    assert found == expected(choice, recorded(2), [COSTS], table, EXIT.with_(drafts=config.drafts))
+    assert found["1"].keys() == {"lossless", "exit", "both", "perfect"}
+
+
+def test_a_perfect_gate_is_never_wrong_and_misses_no_exit() -> None:
+    limit = run(Setting(EXIT, (0,), (HALF,), perfect=True))
+    assert limit.exit_rate == pytest.approx(38 / 40)  # all but the first token and the wrong one
+    assert limit.error_rate == 0 and limit.seconds < run(Setting(EXIT, (0,), (HALF,))).seconds
 
 
 def test_a_recording_comes_back_from_its_tensors() -> None:
@@ -181,7 +201,7 @@ def test_a_recording_comes_back_from_its_tensors() -> None:
     assert torch.equal(few.tensors()["layers"], torch.tensor([4, 1]))
 
 
-def engine(recording: Recording | None, **options: Any) -> TIDE:
+def engine(recording: Recording | None, *, kv: str = "deferred", **options: Any) -> TIDE:
     model = tiny_model("llama", num_hidden_layers=4)
     checkpoint = Checkpoint(1, ExitHead("identity", 32), TokenRouter(32, 8), HALF,
                             ConfidenceModel(), ConfidenceModel(("candidates",)))  # fmt: skip
@@ -190,8 +210,9 @@ def engine(recording: Recording | None, **options: Any) -> TIDE:
         recording=recording,
     )  # fmt: skip
     config = TIDEConfig(
-        mode="auto", min_layers=0, exit_threshold=None, drafts=("context", "recycled")
-    )
+        mode="auto", min_layers=0, exit_threshold=None, drafts=("context", "recycled"),
+        kv_cache_strategy=kv,
+    )  # fmt: skip
     return TIDE(model, made, config, check=False, **options)
 
 
@@ -205,7 +226,7 @@ def test_auto_takes_what_is_faster_by_the_recording(
     found = engine(made)
     assert found.config.mode == found.plan.config.mode == way
     expected = found.plan.expected
-    assert expected.keys() == {"lossless", "exit", "both"}
+    assert expected.keys() == {"lossless", "exit", "both", "perfect"}
     if way == "lossless":
         best = max(expected["exit"], expected["both"])
         assert f"lossless: exits would give {best:.2f}x here" in str(found.plan) and best < 1
@@ -229,7 +250,7 @@ def test_auto_stays_lossless_where_exits_are_hardly_faster(monkeypatch: pytest.M
 
 def test_auto_measures_this_device() -> None:
     found = engine(recorded(2), batch=2)
-    assert found.config.mode in ("lossless", "exit") and len(found.plan.expected) == 3
+    assert found.config.mode in ("lossless", "exit") and len(found.plan.expected) == 4
 
 
 @pytest.mark.usefixtures("timed_as_always")
@@ -258,7 +279,9 @@ def test_costs_are_told_apart_on_a_device_that_slows_down(monkeypatch: pytest.Mo
 
 
 def test_auto_says_what_it_cannot_compare() -> None:
-    assert str(engine(None).plan).startswith("exit: nothing is recorded")
+    assert str(engine(None).plan).startswith("lossless: nothing is recorded")
+    plan = str(engine(recorded(2), kv="propagate").plan)
+    assert plan.startswith("lossless: exits with kv_cache_strategy='propagate' are not compared")
     alone = TIDE(tiny_model("llama"), None, TIDEConfig(mode="auto"), check=False)
     assert str(alone.plan).startswith("lossless: the artifact has no exit")
     assert str(TIDE(tiny_model("llama"), check=False).plan) == "lossless: as set"

@@ -156,13 +156,14 @@ class TIDE:
 
         In mode "exit", every token may exit, the last too. One that exits is read there over the
         whole vocabulary, and the layers above only get its KV, made from the state in which it
-        exited, whatever `kv_cache_strategy` is; no certificate covers that. In other modes the
-        logits are the model's own.
+        exited, whatever `kv_cache_strategy` is; no certificate covers that. In other modes, and
+        once the circuit breaker has tripped, the logits are the model's own.
         """
         stats = ExitStats(self.runner.n_layers)
         with self.runner.lock:
             self.last_stats = stats
-            if self.config.mode != "exit":
+            tripped = self.circuit_breaker is not None and self.circuit_breaker.tripped
+            if self.config.mode != "exit" or tripped:
                 with torch.no_grad():
                     return self.model(input_ids, attention_mask=attention_mask).logits
             return score_tokens(self._machinery, TokenBatch(input_ids, attention_mask), stats)
@@ -172,9 +173,9 @@ class TIDE:
         if circuit_breaker is not None and circuit_breaker.tripped:
             machinery = machinery.at_full_depth()
         machinery = in_order(machinery, call)
-        self._machinery.prepare(len(call.input_ids))
         if self.certificate is not None and machinery.config.mode == "exit":
             self._coverage.check(call)
+        self._machinery.prepare(len(call.input_ids))
         stats = self.last_stats = ExitStats.of_batch(n, len(call.input_ids))
         self.runner.counts.reset()
         exact = machinery.config.kv_cache_strategy == "deferred"

@@ -58,7 +58,7 @@ def require_shares(**shares: float) -> None:
 
 
 def find_certificate(artifact: Artifact, query: CertificateQuery) -> Certificate:
-    """The most aggressive certificate of an artifact that covers a query.
+    """The certificate of an artifact that covers a query most closely.
 
     Raises:
         CertificateError: if there is none; names those there are, and how to make one.
@@ -78,8 +78,8 @@ def find_certificate(artifact: Artifact, query: CertificateQuery) -> Certificate
             f"`tide certify MODEL DIR --risk {query.risk} --dtype {query.dtype} "
             f"--delta {query.delta} --kv {query.kv_cache_strategy} {least}--data prompts.jsonl`."
         )
-    # Of equally aggressive ones the one for the risk wanted, not for a lower one.
-    return max(found, key=lambda certificate: (certificate.threshold_scale, certificate.risk))
+    # By what they claim: the most aggressive of many would be wrong as often as any of them is.
+    return max(found, key=lambda c: (c.risk, c.delta, c.threshold_scale))
 
 
 def certified_config(

@@ -140,6 +140,8 @@ def measure_loops(
     half, n = max(1, runner.n_layers // 2), runner.n_layers
     whole = Readout(runner.parts.norm, runner.parts.head, runner.config)
     stages = [((0, half), gate), ((half, n), TargetHead(whole))]
+    gate.fuse()  # as when it is served
+    whole.fuse()
     read, nodes = gate.head_timer(), nodes if runner.takes_trees else 0
     return [
         measure_loop(

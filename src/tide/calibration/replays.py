@@ -13,7 +13,7 @@ from tide.calibration.collect import Collection
 from tide.calibration.scores import Scores, in_part
 from tide.config import TIDEConfig
 from tide.decode.player import Setting
-from tide.decode.replay import replay, replay_ways, speedups
+from tide.decode.replay import replay, replay_ways, speedups, ways_of
 from tide.exits.heads import SUCCESSORS
 from tide.exits.recording import Recording
 from tide.exits.table import ContinuationTable
@@ -80,5 +80,5 @@ def fastest(
 
 def _with_exits(choice: Choice, config: TIDEConfig) -> Setting:
     """A choice as it is replayed, whatever mode it will be served with."""
-    config = config.with_(mode="exit", exit_threshold=None)
-    return Setting(config, choice.layers, choice.thresholds)
+    both = ways_of(config.with_(exit_threshold=None))["both"]
+    return Setting(both, choice.layers, choice.thresholds)

@@ -76,7 +76,6 @@ def make_exits(
         policy: decides in place of the artifact's gates, at every checkpoint.
     """
     parts = runner.parts
-    readout = Readout(parts.norm, parts.head, runner.config, artifact.vocabulary)
     table = ContinuationTable(artifact.table) if artifact.table else None
     checkpoints: list[Checkpoint] = []
     recycling = recycles(config, runner)
@@ -85,11 +84,16 @@ def make_exits(
         checkpoints = copy.deepcopy(artifact.checkpoints_from(config.min_layers))
     _check_layers(checkpoints, runner.n_layers, config)
     gates: list[ExitGate]
+    kept: list[tuple[Checkpoint, Thresholds]] = []
     if policy is None:
         wanted = [_thresholds(c, config, threshold_scale) for c in checkpoints]
         kept = [(c, w) for c, w in zip(checkpoints, wanted, strict=True) if not w.unreachable]
         checkpoints = [checkpoint for checkpoint, _ in kept]
-        candidates = candidate_readout(readout, artifact.candidates)
+    # Without exits no part of the head is copied, and one that cannot be read in part will do.
+    vocabulary = artifact.vocabulary if checkpoints else None
+    readout = Readout(parts.norm, parts.head, runner.config, vocabulary)
+    if policy is None:
+        candidates = candidate_readout(readout, artifact.candidates if checkpoints else None)
         gates = [ExitGate.of(c, readout, w, candidates) for c, w in kept]
     else:
         gates = [OpenGate(c.head, readout) for c in checkpoints]

@@ -68,19 +68,23 @@ class DecodeLoop:
         began, batch = self.clock(), self.batch
         self.mode.start_step(batch)
         self.drafter.propose(batch, self.sources)
-        segment = 0
+        segment = new = 0
         while True:
             work = next_pass(batch, segment, stops=self.mode.evaluates(batch))
-            segment = work.last
+            segment, new = work.last, new or work.longest
             if segment == batch.last:
                 self.verifier.run(batch, work)
-                self.drafter.costs.add(batch, work.longest, self.clock() - began)
                 self.mode.reached_full_depth(batch)
                 break
             self.run_to_gate(work)
             if not any(self.mode.goes_deeper(batch, i) for i in range(len(batch.sequences))):
                 break
             segment += 1
+        if self.config.mode == "exit":
+            # By the tokens that it began with, however deep it went and whatever it took along.
+            self.drafter.costs.add(batch, new, self.clock() - began)
+        elif segment == batch.last:  # with what exit heads have drafted since the last
+            self.drafter.costs.add(batch, work.longest, self.clock() - began)
         self.stats.steps += 1
         self.end_step()
 

@@ -1,4 +1,4 @@
-"""What steps cost, by their tokens: measured before the first, followed while decoding."""
+"""What steps cost, by the tokens they begin with: measured before the first, then followed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Bucket = tuple[int, int]  # bits of the number of sequences, and of the longest
 
 @dataclass
 class PassCosts:
-    """What a step to full depth costs, by the tokens that each sequence has in it.
+    """What a step costs, by the new tokens that each sequence has in it.
 
     Kept by bucket, since a pass costs more with more sequences and longer contexts. A bucket starts
     from what was measured before the first batch of that size, and follows what steps really take.
@@ -24,6 +24,8 @@ class PassCosts:
     _seconds: dict[_Bucket, dict[int, float]] = field(default_factory=dict)
     _measured: set[int] = field(default_factory=set)  # sizes of batches
     _borrowed: set[_Bucket] = field(default_factory=set)  # from larger batches, not yet seen
+    _seen: dict[_Bucket, set[int]] = field(default_factory=dict)  # numbers of tokens
+    _started: dict[int, dict[int, float]] = field(default_factory=dict)  # by size of batch
 
     def known(self, sequences: int) -> bool:
         """Whether passes of batches of about this size were measured."""
@@ -33,8 +35,9 @@ class PassCosts:
         """Start from seconds by tokens, for batches of about this size and short contexts."""
         size = sequences.bit_length()
         self._seconds = {bucket: s for bucket, s in self._seconds.items() if bucket[0] != size}
-        self._seconds[size, _SHORT] = dict(seconds)
+        self._seconds[size, _SHORT], self._started[size] = dict(seconds), dict(seconds)
         self._borrowed = {bucket for bucket in self._borrowed if bucket[0] != size}
+        self._seen = {bucket: seen for bucket, seen in self._seen.items() if bucket[0] != size}
         self._measured.add(size)
 
     def of(self, batch: BatchState) -> dict[int, float]:
@@ -62,8 +65,16 @@ class PassCosts:
             # Of the first as of others: it may have been a jump of the clock.
             known[tokens] = min(seconds, 2 * pass_cost(known, tokens)) if 1 in known else seconds
         old = known[tokens]
-        # A slow outlier is the machine, not the pass: it moves the estimate less.
-        known[tokens] += 0.1 * (min(seconds, 2 * old) - old)
+        # A slow outlier is the machine, not the step: it moves the estimate less. But of steps that
+        # mostly end at a gate, some go deep.
+        started = self._started.get(bucket[0])
+        usual = max(old, pass_cost(started, tokens)) if started else old
+        known[tokens] += 0.1 * (min(seconds, 2 * usual) - old)
+        seen = self._seen.setdefault(bucket, set())
+        seen.add(tokens)
+        if tokens == 1:  # for what is not seen yet, how costs grow with length is kept
+            for length in known.keys() - seen:
+                known[length] *= known[1] / old
 
 
 def _bucket(batch: BatchState) -> _Bucket:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tide.config import TIDEConfig
 from tide.decode.machinery import Machinery, tree_lengths
 from tide.decode.player import Setting
-from tide.decode.replay import replay_ways, speedups
+from tide.decode.replay import replay_ways, speedups, ways_of
 from tide.exits.recording import Recording
 from tide.models.costs import measure_loop
 
@@ -26,7 +26,8 @@ class Plan:
         config: its settings; the mode is never "auto".
         reason: why, in short.
         expected: speed-ups over full depth, token by token, of "lossless", "exit" (no
-            drafts) and "both"; empty if nothing was compared.
+            drafts), "both" and "perfect" (both, with gates that are never wrong); empty if nothing
+            was compared.
         tokens_per_step: that each of them is expected to decode.
     """
 
@@ -54,23 +55,23 @@ def make_plan(machinery: Machinery, recording: Recording | None, batch: int) -> 
     config, exits, runner = machinery.config, machinery.exits, machinery.runner
     if config.mode != "auto":
         return Plan(config)
-    ways = {
-        "lossless": config.with_(mode="lossless", kv_cache_strategy="deferred", prefill_exit=False),
-        "both": config.with_(mode="exit"),
-        "exit": config.with_(mode="exit", drafts=()),
-    }
+    ways = ways_of(config)
+    del ways["off"]
     layers = tuple(checkpoint.layer for checkpoint in exits.checkpoints)
     if not layers:
         return Plan(ways["lossless"], "the artifact has no exit that a token can take")
     thresholds = tuple(gate.thresholds for gate in exits.gates)
+    if config.kv_cache_strategy != "deferred":
+        reason = f"exits with kv_cache_strategy={config.kv_cache_strategy!r} are not compared"
+        return Plan(ways["lossless"], f"{reason}; mode='exit' takes them")
     if (
         recording is None
-        or config.kv_cache_strategy != "deferred"
         or exits.script is not None
         or not set(layers) <= set(recording.layers)
         or any(limit.top_probability is not None for limit in thresholds)
     ):
-        return Plan(ways["both"], "nothing is recorded of these exits to compare them by")
+        reason = "nothing is recorded of these exits to compare them by"
+        return Plan(ways["lossless"], f"{reason}; mode='exit' takes them")
     nodes = config.max_tree if runner.takes_trees else 0
     costs = []
     read, stages = exits.gates[0].head_timer(), exits.stages(runner.n_layers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,11 +40,14 @@ class Setting:
         config: mode, drafts and their limits, and how many tokens may wait.
         layers: the checkpoints in use.
         thresholds: of each.
+        perfect: whether gates let a token exit exactly where its exit head is correct, in place of
+            what their thresholds say.
     """
 
     config: TIDEConfig
     layers: tuple[int, ...] = ()
     thresholds: tuple[Thresholds, ...] = ()
+    perfect: bool = False
 
 
 class _RecordedGate:
@@ -83,7 +86,6 @@ class Player:
 
     Attributes:
         takes_trees: whether it is recorded what recycled predictions come from.
-        deep: sequences that have passed full depth, of all passes.
         stats: of all batches; a sequence of it is a document.
     """
 
@@ -95,18 +97,17 @@ class Player:
         table: ContinuationTable | None,
     ) -> None:
         self.takes_trees = recording.successors is not None
-        # What is recorded is of deferred KV, whatever KV is served.
-        config = setting.config.with_(kv_cache_strategy="deferred", prefill_exit=False)
-        setting = replace(setting, config=config)
         if recycles(setting.config, self):
             setting = Setting(setting.config)  # as the real engine has no exits then
         self.recording, self.setting, self.costs = recording, setting, costs
-        self.seconds, self.deep = 0.0, 0
+        self.seconds = 0.0
         self.n_layers = recording.n_layers
         self.stats = ExitStats.of_batch(self.n_layers, len(recording.prompts))
         self.gates = [_RecordedGate(k) for k in range(len(setting.layers))]
         self.reads, self.exits = recording.decide(setting.layers, setting.thresholds)
         self._places = [recording.layers.index(layer) for layer in setting.layers]
+        if setting.perfect:
+            self.reads = self.exits = recording.correct[self._places] > 0
         drafter = Drafter(setting.config.max_draft, setting.config.max_tree)
         cuts = [layer + 1 for layer in setting.layers]
         self._segments = list(zip([0, *cuts], [*cuts, self.n_layers], strict=True))
@@ -167,8 +168,6 @@ class Player:
         spans = self._batch.waiting(first)
         self.seconds += self._pass(len(sequences), longest, layers)
         states = torch.zeros(len(sequences), longest, 1)
-        if layers[1] == self.n_layers:
-            self.deep += len(sequences)
         if then is None:
             return states, None
         if then is self:

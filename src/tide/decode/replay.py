@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tide.config import TIDEConfig
 from tide.decode.player import Player, Setting
 from tide.exits.recording import Recording
 from tide.exits.table import ContinuationTable
@@ -27,7 +28,6 @@ class Expected:
         seconds: that it took, prompts not counted.
         exit_rate: share of the tokens that exited.
         error_rate: share of all tokens that exited with another token than full depth predicts.
-        tokens_per_pass: tokens of a sequence for each pass to full depth.
         tokens_per_step: tokens of all sequences for each step of the loop.
     """
 
@@ -35,7 +35,6 @@ class Expected:
     seconds: float
     exit_rate: float
     error_rate: float
-    tokens_per_pass: float
     tokens_per_step: float
 
 
@@ -65,9 +64,22 @@ def replay(
         seconds=player.seconds,
         exit_rate=stats.exit_rate,
         error_rate=wrong / stats.total_tokens,
-        tokens_per_pass=stats.total_tokens / max(1, player.deep),
         tokens_per_step=stats.total_tokens / max(1, stats.steps),
     )
+
+
+def ways_of(config: TIDEConfig) -> dict[str, TIDEConfig]:
+    """The ways to decode that are compared, from settings of exits with drafts.
+
+    Their KV is deferred, whatever KV is served: that is what was recorded.
+    """
+    exact = config.with_(mode="exit", kv_cache_strategy="deferred", prefill_exit=False)
+    return {
+        "off": exact.with_(mode="off"),
+        "lossless": exact.with_(mode="lossless"),
+        "exit": exact.with_(drafts=()),
+        "both": exact,
+    }
 
 
 def replay_ways(
@@ -77,21 +89,18 @@ def replay_ways(
     table: ContinuationTable | None,
 ) -> dict[str, Expected]:
     """What each way to decode would do: "off" (full depth, token by token), "lossless", "exit"
-    (without drafts) and "both".
+    (without drafts) and "both". "Perfect" is "both" with gates that are never wrong, and read
+    the exit head only for tokens that exit: the most that these exits can give beside drafts.
 
     Args:
         setting: of exits with drafts.
     """
-    config = setting.config
-    ways = {
-        "off": config.with_(mode="off"),
-        "lossless": config.with_(mode="lossless"),
-        "exit": config.with_(mode="exit", drafts=()),
-        "both": config.with_(mode="exit"),
-    }
+    ways = ways_of(setting.config)
     settings = {name: replace(setting, config=way) for name, way in ways.items()}
     settings["off"] = Setting(ways["off"])
-    return {name: replay(recording, of, costs, table) for name, of in settings.items()}
+    found = {name: replay(recording, of, costs, table) for name, of in settings.items()}
+    perfect = replace(settings["both"], perfect=True)
+    return found | {"perfect": replay(recording, perfect, costs, table)}
 
 
 def speedups(found: Mapping[str, Expected]) -> dict[str, float]:
