@@ -148,7 +148,7 @@ class Engine:
     def __init__(self, args: Any, method: Method) -> None:
         here, there = multiprocessing.get_context("spawn").Pipe()
         os.environ.update(
-            VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+            VLLM_CPU_KVCACHE_SPACE="2", VLLM_CPU_OMP_THREADS_BIND="nobind",
             VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS=str(args.threads), HF_HUB_OFFLINE="1",
             KMP_BLOCKTIME="1", VLLM_ENABLE_V1_MULTIPROCESSING="0",
         )  # fmt: skip
@@ -220,17 +220,22 @@ def main() -> None:
     methods = methods_of(args)
     if args.only:
         methods = {name: of for name, of in methods.items() if name in (STOCK, *args.only)}
-    engines = {}
+    given = list(prompts_of(args))
+    wanted = sum(b + n * per_round(b) for b, n in zip(args.batch, args.rounds, strict=True))
+    if len(given) < wanted:
+        raise SystemExit(f"There are {len(given)} prompts; that many --rounds need {wanted}.")
+    prompts, engines = iter(given), {}
     for name, method in methods.items():
         engines[name] = Engine(args, method)
         print(f"{name}: ready after {engines[name].seconds_to_start:.0f} s", flush=True)
-    prompts, results = prompts_of(args), []
+    results = []
     for batch, rounds in zip(args.batch, args.rounds, strict=True):
         measured: dict[str, list[Served]] = {name: [] for name in engines}
         for turn in range(rounds + 1):  # the first is a warm-up
-            some = take(prompts, max(3 * batch, 4) if turn else batch)
-            order = list(engines)
-            for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            some = list(itertools.islice(prompts, per_round(batch) if turn else batch))
+            order = list(engines)[:: -1 if turn % 2 else 1]  # none always follows the same one
+            start = turn // 2 % len(order)
+            for name in order[start:] + order[:start]:
                 served = engines[name].round(some, args.new, args.what == "drafts", batch)
                 if turn:
                     measured[name].append(served)
@@ -250,6 +255,7 @@ def main() -> None:
             + ", joined" * args.join,
             most_prompt_tokens=args.prompt,
             vllm=_version(),
+            preloaded=[Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":")],
             suffix="measured" if "suffix" in methods else "arctic-inference is not installed",
             most_drafts=args.drafts if args.what == "drafts" else None,
             seconds_to_start={name: round(of.seconds_to_start) for name, of in engines.items()},
@@ -305,6 +311,12 @@ def summarise(
         name: statistics.median(served.decoding for served in rounds)
         for name, rounds in measured.items()
     }
+
+    def over(name: str, other: str, what: str) -> float:
+        """Median of rounds: how much faster one method was than another."""
+        pairs = zip(measured[name], measured[other], strict=True)
+        return statistics.median(getattr(a, what) / getattr(b, what) for a, b in pairs)
+
     found = []
     for name, rounds in measured.items():
         ratios = [a.rate / b.rate for a, b in zip(rounds, measured[best], strict=True)]
@@ -314,8 +326,10 @@ def summarise(
         row: dict[str, Any] = {
             "method": name,
             "tokens_per_second": round(middle[name], 1),
-            "speedup": round(statistics.median(ratios), 3),
-            "decode_only_speedup": round(decoding[name] / decoding[best], 3),
+            "speedup": round(over(name, best, "rate"), 3),
+            "speedup_over_vllm": round(over(name, STOCK, "rate"), 3),
+            "decode_only_speedup": round(over(name, best, "decoding"), 3),
+            "decode_only_speedup_over_vllm": round(over(name, STOCK, "decoding"), 3),
             "range_over_rounds": [round(min(ratios), 3), round(max(ratios), 3)],
             "fastest_without_us": name == best,
             "exact_match_outputs": sum(map(list.__eq__, answers, expected)),
@@ -335,12 +349,9 @@ def summarise(
     return found
 
 
-def take(prompts: Iterator[Any], count: int) -> list[Any]:
-    """The next prompts."""
-    some = list(itertools.islice(prompts, count))
-    if len(some) < count:
-        raise SystemExit("There are too few prompts for that many --rounds.")
-    return some
+def per_round(batch: int) -> int:
+    """Prompts of a round."""
+    return max(3 * batch, 4)
 
 
 def serve(engine: Any, prompts: list[Any], sampling: Any, batch: int) -> Served:

@@ -74,10 +74,10 @@ def _attack(goal: str) -> dict[str, Any]:
     return next(r for r in read("attack")["results"] if r["goal"] == goal)
 
 
-def _compiled(method: str, dtype: str, name: str = "compiled") -> str:
-    """Median speed-up over HF generate, compiled, at batch 1."""
+def _compiled(method: str, dtype: str, name: str = "compiled", batch: int = 1) -> str:
+    """Median speed-up over HF generate, compiled."""
     rows = [r for r in read(name)["results"]["methods"]
-            if (r["dtype"], r["batch"]) == (dtype, 1)]  # fmt: skip
+            if (r["dtype"], r["batch"]) == (dtype, batch)]  # fmt: skip
     return times(_method(rows, method)["speedup_p20_p50_p80"][1])
 
 
@@ -131,9 +131,9 @@ def _coder(method: str, source: str) -> dict[str, Any]:
     return _method(read(source)["results"], f"{method}, compiled")
 
 
-def _median(method: str) -> str:
+def _median(method: str, source: str = CERTIFIED) -> str:
     """Speed-up over the fastest without us, the median of prompts."""
-    return times(_coder(method, CERTIFIED)["per_prompt_speedup"]["p50"])
+    return times(_coder(method, source)["per_prompt_speedup"]["p50"])
 
 
 def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
@@ -141,12 +141,12 @@ def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
     rows = read(source)["results"]
     found = [row for row in rows if row["method"].endswith(", compiled") == bool(compiled)]
     alone = [
-        row["ms_per_token"]
+        row["per_prompt_speedup"]["p50"]
         for row in found
         if row["method"] == f"lossless{compiled}" or row.get("plan", "").startswith("lossless:")
     ]
-    both = [_method(found, f"{method}{compiled}")["ms_per_token"] for method in methods]
-    return _span([drafts / exits for drafts in alone for exits in both], "{:.2f}x")
+    both = [_method(found, f"{method}{compiled}")["per_prompt_speedup"]["p50"] for method in methods]
+    return _span([exits / drafts for drafts in alone for exits in both], "{:.2f}x")
 
 
 def _expected_and_measured(what: str) -> str:
@@ -180,9 +180,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b"),
     "coder_gain": lambda: _gain(_CODER, "exit, threshold scale 1", "auto"),
     "larger_head": lambda: _in_layers("head", "depth_qwen2_5_coder_1_5b"),
-    "larger_lossless": lambda: times(_coder("lossless", _LARGER)["speedup"]),
-    "larger_alone": lambda: times(_coder("exit without drafts", _LARGER)["speedup"]),
-    "larger_both": lambda: times(_coder("exit, threshold scale 1", _LARGER)["speedup"]),
+    "larger_lossless": lambda: _median("lossless", _LARGER),
+    "larger_alone": lambda: _median("exit without drafts", _LARGER),
+    "larger_both": lambda: _median("exit, threshold scale 1", _LARGER),
     "larger_gain": lambda: _gain(_LARGER, "exit, threshold scale 1", "auto"),
     "larger_differ": lambda: percent(_coder("exit, threshold scale 1", _LARGER)["disagreement"]),
     "certified_exits": lambda: _median("exit, risk 0.05"),
@@ -193,6 +193,8 @@ FIGURES: dict[str, Callable[[], str]] = {
         CERTIFIED, "exit, risk 0.02", "exit, risk 0.05", compiled=""
     ),
     "certified_off": lambda: _median("off"),
+    "larger_off": lambda: _median("off", _LARGER),
+    "batch_4_off": lambda: _compiled("off, compiled", "bfloat16", batch=4),
     "certified_tokens": lambda: _expected_and_measured("tokens"),
     "certified_cost": lambda: _expected_and_measured("cost"),
     "load_8": lambda: _load(8.0),

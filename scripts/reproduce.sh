@@ -130,8 +130,8 @@ certified_modes() {
     --risk 0.02 0.05 --compile --out $R/modes_qwen2_5_coder_0_5b_certified.json
 }
 step modes_qwen2_5_coder_0_5b_certified certified_modes
-step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --risk 0.02
-step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 24 --risk 0.02
+step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --compile
+step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 24 --compile
 step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13
 step modes_gemma3_270m_batch_4 modes_of gemma3_270m "$SPEC" 4 24
 step modes_qwen2_5_coder_0_5b_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13 --compile
@@ -175,12 +175,13 @@ step trees_qwen2_5_coder_0_5b trees qwen2_5_coder_0_5b trees_qwen2_5_coder_0_5b 
 step trees_speed python bench/compiled.py "$MODEL" --dtype bfloat16 --batch 1 --exits 0 \
   --out $R/trees_speed.json
 step compiled python bench/compiled.py "$MODEL" --out $R/compiled.json
-no_amx() {
-  if grep -q amx_bf16 /proc/cpuinfo; then echo "compiled_no_amx: left out, for CPUs without amx_bf16"; return; fi
-  python bench/compiled.py "$MODEL" --dtype float32 --batch 1 --prompts 12 --exits 0 \
-    --out $R/compiled_no_amx.json
+# without_amx COMMAND...: run it on CPUs without matrix instructions for bf16.
+without_amx() {
+  if grep -q amx_bf16 /proc/cpuinfo; then echo "left out, for CPUs without amx_bf16"; return; fi
+  "$@"
 }
-step compiled_no_amx no_amx
+step compiled_no_amx without_amx python bench/compiled.py "$MODEL" --dtype float32 --batch 1 \
+  --prompts 12 --exits 0 --out $R/compiled_no_amx.json
 step compiled_cold env TORCHINDUCTOR_CACHE_DIR="$(mktemp -d)" python bench/compiled.py "$MODEL" \
   --dtype float32 --batch 1 --prompts 6 --exits 0 --out $R/compiled_cold.json
 qwen() { "$@" "$(weights qwen2_5_coder_0_5b)"; }
@@ -207,12 +208,25 @@ step_costs() {
 }
 step step_costs step_costs
 
-# vLLM; suffix decoding is `pip install --no-deps arctic-inference==0.3.0`.
+# vLLM, with the allocator that it advises, if it is installed (Debian: libtcmalloc-minimal4); suffix
+# decoding is `pip install --no-deps arctic-inference==0.3.0`.
+allocator=$(find /usr/lib -name 'libtcmalloc_minimal.so.4' | head -1)
+export LD_PRELOAD=$allocator
 step vllm_drafts python bench/vllm_speed.py "$MODEL" --what drafts --rounds 12 6 2 \
   --only ngram suffix drafts "drafts, cross-request" --out $R/vllm_drafts.json
 step vllm_exits python bench/vllm_speed.py "$MODEL" --what exits --rounds 12 6 2 --new 32 --prompt 64 \
   --out $R/vllm_exits.json
+step vllm_drafts_no_amx without_amx python bench/vllm_speed.py "$MODEL" --what drafts \
+  --dtype float32 --rounds 25 5 2 --new 48 --only drafts --out $R/vllm_drafts_no_amx.json
+step vllm_long_prompts without_amx python bench/vllm_speed.py "$MODEL" --what drafts \
+  --dtype float32 --batch 1 --rounds 4 --new 48 --prompt 2000 --join --only drafts \
+  --out $R/vllm_long_prompts.json
+step vllm_exits_no_amx without_amx python bench/vllm_speed.py "$MODEL" --what exits \
+  --dtype float32 --batch 1 8 --rounds 12 5 --new 32 --prompt 64 --artifact "$WORK/depth_smollm2" \
+  --only "gates on, no exits" "calibrated exits" --out $R/vllm_exits_no_amx.json
 step vllm_load python bench/vllm_load.py "$MODEL" --requests 334 --rates 4 6 8 --out $R/vllm_load.json
+
+unset LD_PRELOAD
 
 # Trust, and kernels.
 step hostile python bench/hostile.py --cases 10000 --out $R/hostile.json

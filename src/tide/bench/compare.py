@@ -151,7 +151,7 @@ def compare(
     Returns:
         For each method, milliseconds per token, with prompts and of decoding alone, the baseline,
         the speed-up over it, with prompts, and how many outputs are those of the first method
-        without us, to the last token.
+        without us, to the last token. All are medians of prompts: a machine may pause.
     """
     first = prompts[0] if warm_up is None else warm_up
     order = [name for name in methods if _runs(name, methods[name], first, baselines[1:])]
@@ -206,21 +206,25 @@ def _results(
     # Outputs may differ in length, so speed is per token.
     rates = {name: [run.tokens / run.seconds for run in of] for name, of in runs.items()}
     tokens = {name: sum(run.tokens for run in of) for name, of in runs.items()}
-    per_token = {name: sum(run.seconds for run in of) / tokens[name] for name, of in runs.items()}
+    per_token = {name: 1 / statistics.median(of) for name, of in rates.items()}
     baseline, eager = min(baselines, key=per_token.__getitem__), baselines[0]
     answers = {name: [answer for run in of for answer in run.answers] for name, of in runs.items()}
     results = []
     for name, of in runs.items():
-        ratios = [own / base for own, base in zip(rates[name], rates[baseline], strict=True)]
-        decoded = tokens[name] - len(answers[name])
-        decoding = sum(run.decoding for run in of) / max(1, decoded)
+        ratios, over_eager = (
+            [own / base for own, base in zip(rates[name], rates[other], strict=True)]
+            for other in (baseline, eager)
+        )
+        decoding = statistics.median(
+            run.decoding / max(1, run.tokens - len(run.answers)) for run in of
+        )
         result: dict[str, Any] = {
             "method": name,
             "ms_per_token": round(1e3 * per_token[name], 2),
             "decoding_ms_per_token": round(1e3 * decoding, 2),
             "baseline": baseline,
-            "speedup": round(per_token[baseline] / per_token[name], 3),
-            "speedup_over_eager": round(per_token[eager] / per_token[name], 3),
+            "speedup": round(statistics.median(ratios), 3),
+            "speedup_over_eager": round(statistics.median(over_eager), 3),
             "per_prompt_speedup": _spread(ratios),
             "tokens": tokens[name],
             "outputs": len(answers[name]),
