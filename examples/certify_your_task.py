@@ -4,8 +4,8 @@
 
 Half of the prompts calibrate; the others, unseen in calibration, certify. The certificate states:
 with 95 % confidence, for prompts like these, on average at most `risk` of an answer's tokens differ
-from full depth. A risk of 5 % needs at least 59 prompts, better three times as many; 2 % needs at
-least 149.
+from full depth. A risk of 5 % needs at least 61 prompts, better three times as many; 2 % needs at
+least 155.
 """
 
 import argparse

@@ -111,7 +111,7 @@ def self_drafts() -> str:
         ("mode `lossless`, measured, median of prompts", "none", "", "", "",
          times(lossless["per_prompt_speedup"]["p50"]), "")
     )  # fmt: skip
-    head = ("drafted by", "layers of a draft", "states taken over from", "right",
+    head = ("drafted by", "layers of a draft", "states taken over from", "accepted",
             "tokens of a deep pass", "speed-up", "at most")  # fmt: skip
     return table(head, rows) + conditions(document["conditions"])
 

@@ -154,7 +154,7 @@ def _segment(
 def _legend(y: float, gaps: bool) -> Iterator[str]:
     entries = (
         ("own", "ran for this token at once"), ("later", "ran later, in a shared pass"),
-        ("along", "the shared pass"), *[("never", "not run: the answer ended")] * gaps,
+        ("along", "the shared pass"), *[("never", "not run: decoding stopped")] * gaps,
     )  # fmt: skip
     for number, (style, text) in enumerate(entries):
         x, top = 14 + 212 * (number % 2), y + 20 * (number // 2)

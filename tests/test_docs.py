@@ -42,6 +42,7 @@ REASONS = (
     "needs the hub",
     "starts a server",
     "a long benchmark",
+    "whether it succeeds depends on the machine",
     "the test's own environment has it",
 )
 FENCE = re.compile(

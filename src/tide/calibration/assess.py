@@ -72,10 +72,7 @@ class Assessment:
         )
         if self.ceiling >= 1.1:
             return f"{found}: calibrate, and let `tide bench` compare exits with drafts alone."
-        return (
-            f"{found}: expect little from exits. Calibrate for the draft table, which makes "
-            "lossless decoding faster, and certify before you use exits."
-        )
+        return f"{found}: expect little from exits. Lossless drafts need no calibration."
 
     def summary(self) -> str:
         """A table by depth, followed by the verdict."""
