@@ -145,7 +145,9 @@ def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
         for row in found
         if row["method"] == f"lossless{compiled}" or row.get("plan", "").startswith("lossless:")
     ]
-    both = [_method(found, f"{method}{compiled}")["per_prompt_speedup"]["p50"] for method in methods]
+    both = [
+        _method(found, f"{method}{compiled}")["per_prompt_speedup"]["p50"] for method in methods
+    ]
     return _span([exits / drafts for drafts in alone for exits in both], "{:.2f}x")
 
 
@@ -221,6 +223,18 @@ FIGURES: dict[str, Callable[[], str]] = {
         )
         for batch in (1, 8, 32)
     },
+    **{
+        f"vllm_no_amx_{batch}": lambda batch=batch: times(
+            _vllm("vllm_drafts_no_amx", batch, "drafts")["speedup_over_vllm"]
+        )
+        for batch in (1, 8, 32)
+    },
+    "vllm_no_amx_tokens": lambda: (
+        f"{_vllm('vllm_drafts_no_amx', 1, 'drafts')['tokens_per_step']:.2f}"
+    ),
+    "trees_tokens": lambda: (
+        f"{_method(read('trees')['results']['methods'], 'tree, 32 nodes')['tokens_per_pass']:.2f}"
+    ),
     "vllm_exit_share_1": lambda: (
         f"{_vllm('vllm_exits', 1, 'all exit at half depth')['share_of_ideal']:.2f}"
     ),

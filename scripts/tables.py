@@ -59,6 +59,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench_short": lambda: speed.bench(short=True),
     "vllm_exits": lambda: speed.vllm("vllm_exits"),
     "vllm_drafts": lambda: speed.vllm("vllm_drafts"),
+    "vllm_drafts_no_amx": lambda: speed.vllm("vllm_drafts_no_amx"),
     "vllm_load": speed.vllm_load,
     "assess": calibration.assess,
     "calibration_heads": calibration.heads,
