@@ -20,12 +20,18 @@ from vllm.forward_context import (
     override_forward_context,
 )
 
-from tide.errors import ConfigError, UnsupportedModelError
+from tide.errors import ConfigError
 from tide.stats import LayerCounts
 from tide.vllm.active import ActiveTokens
 from tide.vllm.audit import Audit
 from tide.vllm.gates import Gates
-from tide.vllm.metadata import Requests, can_subset, with_requests, with_slots
+from tide.vllm.metadata import (
+    Requests,
+    can_subset,
+    require_backends,
+    with_requests,
+    with_slots,
+)
 from tide.vllm.metrics import Metrics
 from tide.vllm.payoff import ExitCosts, Payoff
 from tide.vllm.settings import Settings
@@ -63,25 +69,13 @@ class DepthForward:
         self._attended = Attended()
         self._without_attention = [without_attention(x, self._attended) for x in self.layers]
         self._by_name = {attn.layer_name: attn for attn in self._attention}
-        for backend in (attn.attn_backend for attn in self._attention):
-            if backend.forward_includes_kv_cache_update:
-                raise UnsupportedModelError(
-                    f"The attention backend {backend.get_name()} stores KV inside attention, so a "
-                    "token cannot store its KV without attending. Choose another with "
-                    "--attention-backend."
-                )
-            if backend.get_name() == "FLASHINFER":
-                raise UnsupportedModelError(
-                    "The attention backend FLASHINFER does not tell which tokens of a pass are of "
-                    "which request. Choose another with --attention-backend."
-                )
+        require_backends(self._attention)
         self.gates = Gates(model, self._attention, vllm_config, settings)
         self._always = settings.gates == "always" or settings.script is not None
         if self.gates.checkpoints and not self._always and not self._cuts():
             raise ConfigError(
-                "After an exit, this attention backend attends for all requests, and later layers "
-                "run uncompiled. What that costs is not measured, so gates cannot be evaluated by "
-                "cost. To evaluate them in every step, set gates to 'always'."
+                "What passes cost after an exit is not measured with this attention backend, so "
+                "gates cannot be evaluated by cost. Set gates to 'always'."
             )
         begins = [0, *(checkpoint.layer + 1 for checkpoint in self.gates.checkpoints)]
         self.units = Units(self.decoder, vllm_config, [*begins, len(self.layers)])
@@ -258,7 +252,7 @@ class DepthForward:
         self._ready = True
         if not self.gates.checkpoints:
             return
-        hidden = self._embedded(ids, embeds)
+        hidden, given = self._embedded(ids, embeds), (ids, positions, None, embeds)
         # As in a warm-up of vLLM: nothing attends, and no KV is written.
         nothing: Any = {"attn_metadata": None, "slot_mapping": {}}
         idle = dataclasses.replace(context, **nothing)
@@ -270,12 +264,11 @@ class DepthForward:
             self.units.check(where, states)
             if self.units.compiles:
                 self.units.warm_up(where, states)
-                self.decoder(*(_several(one) for one in (ids, positions, None, embeds)))
+                self.decoder(*map(_several, given))
             if self._always:
                 return
 
             def whole(size: int) -> Any:
-                given = (ids, positions, None, embeds)
                 return self.decoder(*(_several(one, size) for one in given))
 
             costs = ExitCosts.measure(

@@ -17,6 +17,8 @@ from vllm import envs
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
+from tide.errors import UnsupportedModelError
+
 
 @dataclass
 class Requests:
@@ -66,6 +68,22 @@ def requests_of(context: ForwardContext, attn: Any) -> Requests | None:
         starts=found.query_start_loc, lengths=found.seq_lens[:n], blocks=found.block_table[:n],
         slots=slots, block=int(attn.kv_cache.shape[2]), tokens=int(found.num_actual_tokens),
     )  # fmt: skip
+
+
+def require_backends(attention: Sequence[Any]) -> None:
+    """Raise for attention modules with whose backend no token can exit."""
+    for backend in (attn.attn_backend for attn in attention):
+        if backend.forward_includes_kv_cache_update:
+            raise UnsupportedModelError(
+                f"The attention backend {backend.get_name()} stores KV inside attention, so a "
+                "token cannot store its KV without attending. Choose another with "
+                "--attention-backend."
+            )
+        if backend.get_name() == "FLASHINFER":
+            raise UnsupportedModelError(
+                "The attention backend FLASHINFER does not tell which tokens of a pass are of "
+                "which request. Choose another with --attention-backend."
+            )
 
 
 def can_subset(context: ForwardContext, attn: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sample_undrafted_directly() -> None:
-    """Let vLLM's rejection sampler leave steps without drafts to the sampler; once for a process.
+    """Let vLLM's rejection sampler hand steps without drafts to the sampler; once for a process.
 
     With speculation configured, vLLM sends every step through it. For the drafts that there may be
     it copies the logits of all requests, twice: `requests x vocabulary` numbers.
@@ -26,7 +26,7 @@ def sample_undrafted_directly() -> None:
     ) -> Any:
         if metadata.max_spec_len or self.synthetic_mode:
             return reject(self, metadata, draft_probs, logits, sampling_metadata)
-        # Without drafts, the logits are one row for each request, in their order.
+        # Without drafts, there are logits for one token of each request, in their order.
         return self.sampler(
             logits=logits, sampling_metadata=sampling_metadata, predict_bonus_token=True
         )
