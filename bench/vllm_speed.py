@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from measure import chat, parser, report, rows_of, shuffled
 from transformers import AutoConfig, AutoTokenizer
 
@@ -74,7 +75,9 @@ def methods_of(args: Any) -> dict[str, Method]:
             },
         }  # fmt: skip
         if args.artifact is not None:
-            calibrated = {"artifact": str(args.artifact), "uncertified": True,
+            # By cost they are evaluated on CPUs only.
+            gates = "always" if torch.cuda.is_available() else "by_cost"
+            calibrated = {"artifact": str(args.artifact), "uncertified": True, "gates": gates,
                           "min_layers": args.min_layers}  # fmt: skip
             found["calibrated exits"] = Method(
                 tide(**calibrated, threshold_scale=args.threshold_scale)
