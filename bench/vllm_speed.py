@@ -258,7 +258,9 @@ def main() -> None:
             + ", joined" * args.join,
             most_prompt_tokens=args.prompt,
             vllm=_version(),
-            preloaded=[Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":")],
+            preloaded=[
+                Path(lib).name for lib in os.environ.get("LD_PRELOAD", "").split(":") if lib
+            ],
             suffix="measured" if "suffix" in methods else "arctic-inference is not installed",
             most_drafts=args.drafts if args.what == "drafts" else None,
             seconds_to_start={name: round(of.seconds_to_start) for name, of in engines.items()},
@@ -315,25 +317,27 @@ def summarise(
         for name, rounds in measured.items()
     }
 
-    def over(name: str, other: str, what: str) -> float:
-        """Median of rounds: how much faster one method was than another."""
+    def ratios(name: str, other: str, what: str = "rate") -> list[float]:
+        """How much faster one method was than another, in each round."""
         pairs = zip(measured[name], measured[other], strict=True)
-        return statistics.median(getattr(a, what) / getattr(b, what) for a, b in pairs)
+        return [getattr(a, what) / getattr(b, what) for a, b in pairs]
+
+    def over(name: str, other: str, what: str = "rate") -> float:
+        return round(statistics.median(ratios(name, other, what)), 3)
 
     found = []
     for name, rounds in measured.items():
-        ratios = [a.rate / b.rate for a, b in zip(rounds, measured[best], strict=True)]
         answers = [answer for served in rounds for answer in served.answers]
         expected = [answer for served in measured[STOCK] for answer in served.answers]
         drafted: Counter[str] = sum((Counter(served.drafted) for served in rounds), Counter())
         row: dict[str, Any] = {
             "method": name,
             "tokens_per_second": round(middle[name], 1),
-            "speedup": round(over(name, best, "rate"), 3),
-            "speedup_over_vllm": round(over(name, STOCK, "rate"), 3),
-            "decode_only_speedup": round(over(name, best, "decoding"), 3),
-            "decode_only_speedup_over_vllm": round(over(name, STOCK, "decoding"), 3),
-            "range_over_rounds": [round(min(ratios), 3), round(max(ratios), 3)],
+            "speedup": over(name, best),
+            "speedup_over_vllm": over(name, STOCK),
+            "decode_only_speedup": over(name, best, "decoding"),
+            "decode_only_speedup_over_vllm": over(name, STOCK, "decoding"),
+            "range_over_rounds": [round(f(ratios(name, best)), 3) for f in (min, max)],
             "fastest_without_us": name == best,
             "exact_match_outputs": sum(map(list.__eq__, answers, expected)),
             "outputs": len(answers),
