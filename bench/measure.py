@@ -178,6 +178,13 @@ def shuffled(texts: list[str]) -> list[str]:
     return random.Random(0).sample(texts, len(texts))
 
 
+def short_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
+    """The beginnings of real prompts, of mixed lengths up to `tokens`."""
+    texts = shuffled([row["turns"][0] for row in rows_of("spec_bench/question.jsonl")])
+    ids = [tokenizer(text).input_ids for text in texts[:count]]
+    return [some[: 4 + 7 * k % (tokens - 4)] for k, some in enumerate(ids)]
+
+
 # Sources of prompts. That for models of code has the problems of GSM8K, and nothing else in common.
 SOURCES: dict[str, Callable[[], list[str]]] = {
     "spec_bench": lambda: shuffled(_all_but_maths()),

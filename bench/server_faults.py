@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
-from measure import report
+from measure import report, short_prompts
 from rich.progress import track
 from server import Outcome, Request, Server
-from soak import short_prompts
 from transformers import AutoTokenizer
 
 LIMIT = 256  # tokens of a request, with its prompt

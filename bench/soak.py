@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 import torch
-from measure import MemorySlope, parser, report, rows_of, shuffled
+from measure import MemorySlope, parser, report, short_prompts
 from rich.progress import Progress
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
@@ -153,13 +153,6 @@ def free_memory() -> None:
     gc.collect()
     with contextlib.suppress(AttributeError):  # glibc's
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def short_prompts(tokenizer: Any, count: int, tokens: int) -> list[list[int]]:
-    """The beginnings of real prompts, of mixed lengths up to `tokens`."""
-    texts = shuffled([row["turns"][0] for row in rows_of("spec_bench/question.jsonl")])
-    ids = [tokenizer(text).input_ids for text in texts[:count]]
-    return [some[: 4 + 7 * k % (tokens - 4)] for k, some in enumerate(ids)]
 
 
 def threads(args: argparse.Namespace) -> None:

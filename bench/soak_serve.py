@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from measure import MemorySlope, report
+from measure import MemorySlope, report, short_prompts
 from rich.progress import Progress
 from server import Outcome, Request, Server, session
-from soak import short_prompts
 from transformers import AutoTokenizer
 
 LIMIT = 256  # tokens of a request, with its prompt

@@ -147,5 +147,5 @@ def _conditions() -> str:
         f"transformers {shared['transformers']}, vLLM {sources['vllm_drafts']['vllm']}, "
         f"TIDE {shared['tide']}; greedy; Spec-Bench, nothing calibrated. Qwen2.5-Coder: "
         f"{coder['processor']}, {coder['prompts']} unseen problems of GSM8K, as programs, "
-        "calibrated. Instruct models."
+        "calibrated. Instruct models; weights dequantised from published 4-bit files."
     )

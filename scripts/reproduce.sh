@@ -9,19 +9,30 @@
 # `pip install -e '.[dev]'`, vLLM (docs/vllm.md) and, for suffix decoding, arctic-inference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-: "${TIDE_DATA:?names the folder of Spec-Bench, GSM8K, HumanEval and WikiText-2}"
+wanted=("$@")
+steps=$(grep -oP '^step \K\w+' scripts/reproduce.sh | xargs)
+for name in "${wanted[@]}"; do
+  if [[ " $steps " != *" $name "* ]]; then
+    echo "There is no step $name. The steps are: $steps" >&2
+    exit 2
+  fi
+done
 WORK=${WORK:-reproduced}
 R=bench/results
-SPEC=$TIDE_DATA/spec_bench/question.jsonl
+SPEC=${TIDE_DATA:-}/spec_bench/question.jsonl
 mkdir -p "$WORK"
 MODEL=$(python scripts/weights.py | tail -1)
-wanted=("$@")
 
 # step NAME COMMAND...: run it if it is wanted; it writes bench/results/NAME.json.
 step() {
   local name=$1 began=$SECONDS
   shift
   if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
+  case $name in
+    *_simulation | decode_limit_* | faults | few_tokens_* | gate_costs_* | hostile | kernels | \
+      long_context* | quickstart | replay | runner_overhead) ;; # these read no prompts
+    *) : "${TIDE_DATA:?names the folder of Spec-Bench, GSM8K, HumanEval and WikiText-2}" ;;
+  esac
   "$@"
   printf '%s: %d s\n' "$name" $((SECONDS - began))
 }
@@ -44,11 +55,15 @@ on_prompts() {
 step calibration_smollm2 last_line $R/calibration_smollm2.json on_prompts smollm2 calibrate \
   -o "$DIR" --work "$WORK/smollm2.work"
 step assess_smollm2 last_line $R/assess_smollm2.json on_prompts smollm2 assess
-for other in gemma3_270m qwen2_5_coder_0_5b; do
-  step assess_$other last_line $R/assess_$other.json on_prompts $other assess
-  step calibration_$other last_line $R/calibration_$other.json on_prompts $other calibrate \
-    -o "$WORK/$other" --samples 64 --new-tokens 32
-done
+assess() { last_line "$R/assess_$1.json" on_prompts "$1" assess; }
+small_calibration() {
+  last_line "$R/calibration_$1.json" on_prompts "$1" calibrate -o "$WORK/$1" --samples 64 \
+    --new-tokens 32
+}
+step assess_gemma3_270m assess gemma3_270m
+step calibration_gemma3_270m small_calibration gemma3_270m
+step assess_qwen2_5_coder_0_5b assess qwen2_5_coder_0_5b
+step calibration_qwen2_5_coder_0_5b small_calibration qwen2_5_coder_0_5b
 
 # Certificates, and what they cost and gain.
 step certificates_spec_bench python bench/certificates.py "$MODEL" "$DIR" --threads 1 \

@@ -69,6 +69,18 @@ def test_comes_back_as_it_was_saved(form: str, made: Artifact, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_others_may_read_it_as_any_new_file(form: str, made: Artifact, tmp_path: Path) -> None:
+    """A server may run under another user than calibration."""
+    (tmp_path / "usual").touch()
+    (tmp_path / "folder").mkdir()
+    path = made.save(tmp_path / form)
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    assert len(files) == (2 if path.is_dir() else 1)
+    assert {file.stat().st_mode for file in files} == {(tmp_path / "usual").stat().st_mode}
+    assert not path.is_dir() or path.stat().st_mode == (tmp_path / "folder").stat().st_mode
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_an_engine_uses_it(form: str, model: Any, made: Artifact, tmp_path: Path) -> None:
     ids = torch.randint(3, 97, (1, 6))
     expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)

@@ -380,7 +380,9 @@ FAST: dict[str, Any] = {
 def test_too_few_prompts_are_refused_before_any_work_and_cost_no_certificate(model: Any) -> None:
     made = ready(model)
     made.certificates = [before] = [certificate(made, risk=0.02)]
-    with pytest.raises(DataError, match=r"Got 100 prompts .* risk 0.02 at delta 0.05 .* least 155"):
+    with pytest.raises(
+        DataError, match=r"Only 100 prompts .* risk 0.02 at delta 0.05 .* least 155"
+    ):
         certify(model, tiny_tokenizer(), made, texts(100), risk=(0.02, 0.2), **FAST)
     assert made.certificates == [before]
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ import torch
 from tide.calibration.data import load_prompts
 from tide.cli import COMMANDS, main, parser_of
 from tide.cli.loading import load_model
+from tide.cli.show import _inputs
 from tide.errors import DataError
 from tide.exits.artifact import Artifact
+from tide.exits.card import model_card
 from tide.exits.files import is_artifact
 from tiny import tiny_model, tiny_tokenizer
 
@@ -104,7 +107,7 @@ def test_show(folder: Path, capsys: Any) -> None:
         found = last_line(capsys)
         assert found["conditions"]["mode"] == mode and len(found["tokens"]) == 6
         assert set(found["tokens_per_second"]) == {mode, "HF generate"}
-        assert re.match(r"Gained: |Nothing gained \(", found["gain"])
+        assert re.match(r"Gained: |Nothing (gained \(|was saved: )", found["gain"])
         assert set(found["tokens"][0]) == {
             "text", "depth", "score", "draft_source", "target_token",
         }  # fmt: skip
@@ -132,6 +135,15 @@ def test_show_has_an_example_and_compares(folder: Path, capsys: Any) -> None:
         assert json.loads(out.strip().splitlines()[-1])["first_difference"] is None
 
 
+def test_show_tells_that_a_single_word_is_the_prompt(folder: Path, capsys: Any) -> None:
+    def printed(*inputs: str) -> str:
+        assert _inputs(parser_of(["show"]).parse_args(["show", "m", *inputs]))[1] == inputs[-1]
+        return str(capsys.readouterr().out)
+
+    assert printed("rooter") == "There is no artifact at 'rooter', so it is the prompt.\n"
+    assert printed("two words") == printed(str(folder / "router"), "rooter") == ""
+
+
 def test_env(capsys: Any) -> None:
     assert main(["env", "--json"]) == 0
     found = last_line(capsys)
@@ -147,7 +159,7 @@ def test_env_names_the_runner_of_a_model(folder: Path, capsys: Any) -> None:
     # The versions are printed even if the model cannot be run.
     assert main(["env", "--model", str(folder / "nowhere")]) == 1
     printed = capsys.readouterr()
-    assert "torch: " in printed.out and "cannot be loaded" in printed.err
+    assert "torch: " in printed.out and "There is no folder" in printed.err
 
 
 def test_completion_knows_every_command_and_option(capsys: Any) -> None:
@@ -205,13 +217,27 @@ def test_calibrate(folder: Path) -> None:
     assert made.config.checkpoint_interval == 2
     card = (folder / "router" / "README.md").read_text()
     assert "# TIDE artifact for model" in card and str(folder) not in card
+    assert "a third of the 8 documents for thresholds, so these rates are noisy" in card
+
+
+def test_calibrate_names_a_command_that_shows_exits(
+    folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SimpleNamespace(record={})
+    monkeypatch.setattr("tide.calibration.pipeline.calibrate", lambda *_, **__: made)
+    for dtype, option in (("float32", " --dtype float32"), ("auto", "")):
+        command = ["calibrate", str(folder / "model"), "-o", "my router", "--dtype", dtype]
+        assert main(command) == 0
+        told = f"model 'my router' 'Why is the sky blue?'{option} --mode exit\n"
+        assert told in capsys.readouterr().out
 
 
 def test_errors_name_the_next_step(folder: Path, capsys: Any) -> None:
     assert main(["assess", str(folder / "model"), "--data", str(folder / "nowhere.txt")]) == 1
     assert "ame a local .txt or .jsonl file" in capsys.readouterr().err
-    assert main(["assess", str(folder / "nowhere")]) == 1
-    assert "cannot be loaded as a causal language model" in capsys.readouterr().err
+    for name in (str(folder / "nowhere"), "./nowhere", "~/nowhere"):
+        assert main(["assess", name]) == 1
+        assert f"There is no folder {name}: MODEL is" in capsys.readouterr().err
     assert main(["assess", str(folder / "modle")]) == 1
     assert f"Did you mean {folder / 'model'}?" in capsys.readouterr().err
     for arguments, message in (
@@ -224,6 +250,22 @@ def test_errors_name_the_next_step(folder: Path, capsys: Any) -> None:
             main(arguments)
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_an_unknown_model_is_searched_for_once(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each search takes half a minute where the hub cannot be reached."""
+    searches = []
+
+    def search(name: str, **_: Any) -> None:
+        searches.append(name)
+        raise OSError("offline")
+
+    monkeypatch.setattr("transformers.PreTrainedConfig.get_config_dict", search)
+    assert main(["assess", "someone/nowhere"]) == 1
+    assert "cannot be loaded as a causal language model" in capsys.readouterr().err
+    assert searches == ["someone/nowhere"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -305,6 +347,17 @@ def test_numbers_are_checked_before_a_model_is_loaded(capsys: Any) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(command)
         assert "is not a whole number from 1 on" in capsys.readouterr().err
+    for command in ("certify m d", "show m", "bench m d", "serve m d", "calibrate m -o d"):
+        for risk in ("20", "2%", "nan"):
+            with pytest.raises(SystemExit, match="2"):
+                main([*command.split(), "--risk", risk])
+            assert f"{risk!r} is not between 0 and 1: 2 % is 0.02" in capsys.readouterr().err
+
+
+def test_certify_needs_an_artifact_before_a_model(tmp_path: Path, capsys: Any) -> None:
+    assert main(["certify", "nowhere", str(tmp_path / "new" / "router")]) == 1
+    assert "There is no artifact at" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_long_prompt_is_no_file_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,9 +383,48 @@ def test_a_risk_that_is_not_shown_fails_the_command(folder: Path, capsys: Any) -
     data.write_text("\n".join(f"{k:04}" for k in range(20)))
     command += ["--data", str(data), "--new-tokens", "6", "--dtype", "float32"]
     assert main([*command, "--risk", "0.02"]) == 1
-    assert "Got 20 prompts that were not used before" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "Only 20 prompts remain that were not used before" in told
+    assert "Give more prompts, or accept a higher risk." in told
+    assert main([*command, "--risk", "0.02", "--samples", "5"]) == 1
+    told = capsys.readouterr().err
+    assert "Only 5 prompts were drawn" in told and "Raise `samples` (`--samples`), or" in told
     code, found = main([*command, "--risk", "0.2"]), last_line(capsys)
     assert code == found["exit_code"] == (0 if found["certificates"] else 1)
+
+
+@pytest.mark.parametrize(
+    ("delta", "kv", "how"),
+    [
+        (0.05, "deferred", 'tide.TIDE(model, "{router}", risk=0.2)'),
+        (0.1, "deferred", 'tide.TIDE(model, "{router}", risk=0.2, delta=0.1)'),
+        (0.05, "propagate", "tide serve {model} {router} --risk 0.2 --dtype float32"),
+        (0.1, "propagate", "tide serve {model} {router} --risk 0.2 --delta 0.1 --dtype float32"),
+        (0.05, "zero_pad", None),
+    ],
+)
+def test_certify_tells_what_is_certified_and_how_to_serve_it(
+    folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, delta: float, kv: str, how: Any
+) -> None:
+    made = SimpleNamespace(
+        risk=0.2, delta=delta, estimate=0.0167, sequences=24, kv_cache_strategy=kv,
+        dtype="float32", to_dict=dict,
+    )  # fmt: skip
+    monkeypatch.setattr("tide.certification.certify", lambda *_, **__: [made])
+    model, router = str(folder / "model"), str(folder / "router")
+    assert main(["certify", model, router, "--risk", "0.2", "--new-tokens", "10"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == (
+        f"At most 20 % of tokens differ from full depth, certified at {100 - 100 * delta:g} % "
+        "confidence (1.67 % measured on 24 sequences of up to 10 new tokens)."
+    )
+    how = how and f" Serve it: {how.format(model=model, router=router)}"
+    assert last == f"Saved in {router}.{how or ''}"
+
+
+def test_the_card_loads_a_local_model_from_a_folder() -> None:
+    assert 'from_pretrained("path/to/SmolLM2")' in model_card({"model": "SmolLM2"})
+    assert 'from_pretrained("someone/SmolLM2")' in model_card({"model": "someone/SmolLM2"})
 
 
 def test_the_card_serves_all_exits(folder: Path) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,13 +73,27 @@ def test_figures_of_another_version_are_detected(tmp_path: Path) -> None:
 
 def test_every_result_can_be_reproduced() -> None:
     steps = (ROOT / "scripts" / "reproduce.sh").read_text()
-    others = script("results").MODELS
-    named = {
-        name.replace("$other", other)
-        for name in re.findall(r"^ *step (\S+)", steps, re.MULTILINE)
-        for other in others
-    }
+    named = set(re.findall(r"^step (\w+)", steps, re.MULTILINE))
     assert {path.stem for path in RESULTS.glob("*.json")} - OF_TWO_COMMITS <= named
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "told"),
+    [
+        ("kernel", 2, "There is no step kernel. The steps are: calibration_smollm2 "),
+        ("kernels", 0, "kernels: "),  # reads no prompts
+        ("attack", 1, "TIDE_DATA: names the folder"),
+    ],
+)
+def test_a_step_is_checked_before_it_runs(step: str, code: int, told: str, tmp_path: Path) -> None:
+    for name in ("python", "tide"):
+        (tmp_path / name).write_text("#!/bin/sh\necho folder\n")
+        (tmp_path / name).chmod(0o755)
+    found = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "reproduce.sh"), step], check=False, capture_output=True,
+        text=True, env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "WORK": str(tmp_path / "work")},
+    )  # fmt: skip
+    assert found.returncode == code and told in found.stdout + found.stderr
 
 
 def test_every_error_has_an_entry() -> None:

@@ -105,7 +105,9 @@ def test_live_text_shows_depth_with_and_without_colour(colours: Any) -> None:
 @pytest.mark.parametrize(
     ("speeds", "counts", "compiled", "told"),
     [
-        ((20.0, 8.0, 10.0), {}, False, "Gained: 2.00x over compiled, the fastest without TIDE"),
+        ((20.0, 8.0, 10.0), {}, True, "was accepted. The 2.00x over compiled is the noise"),
+        ((16.0, 8.0), {"exits_per_layer": {1: 2}}, False, "2.00x over HF, in one run. `--compile`"),
+        ((20.0, 8.0, 10.0), {"accepted": {"tree": 3}}, True, "2.00x over compiled, the fastest wi"),
         ((10.0, 10.0, 9.0), {}, False, "no token exited and no draft was accepted. Try a prompt"),
         ((8.0, 10.0, 9.0), {"accepted": {"tree": 3}}, False, "the 25% of layer calls saved. Try -"),
         ((8.0, 10.0, 9.0), {"exits_per_layer": {1: 2}}, True, "Nothing gained (0.80x over HF): g"),
@@ -116,9 +118,17 @@ def test_one_line_tells_what_was_gained(
 ) -> None:
     stats = ExitStats(4, remaining_tokens=3, layers_run=9, layers_full=12, **counts)
     names = ("lossless", "HF", "compiled")
-    shown = Trace("", [], stats, {"compile": compiled}, dict(zip(names, speeds, strict=True)))
+    shown = Trace("", [], stats, {"compile": compiled}, dict(zip(names, speeds, strict=False)))
     assert told in shown.gain() and "\n" not in shown.gain()
     assert shown.footer()[-1] == shown.gain()
+
+
+def test_the_audit_is_given_as_what_a_risk_limits() -> None:
+    stats = ExitStats(4, {1: 3}, 5, layers_run=9, layers_full=12, audited=3, differed=1)
+    assert (
+        "for 1 (12.5% of all 8 tokens, which is what a risk limits)."
+        in Trace("", [], stats).footer()[-1]
+    )
 
 
 def test_the_first_difference_and_its_margin() -> None:

@@ -28,11 +28,13 @@ def draw(
     drawn = sample(prompts, made, samples, [k for c in claims for k in failed.get(_key(c), ())])
     for risk, delta, *_ in claims:
         if len(drawn) < (fewest := fewest_sequences(risk, delta)):
-            more = "Raise `samples`" if len(drawn) == samples else "Give more prompts"
+            limited = len(drawn) == samples
+            found = "were drawn" if limited else "remain that were not used before"
+            more = "Raise `samples` (`--samples`)" if limited else "Give more prompts"
             raise DataError(
-                f"Got {len(drawn)} prompts that were not used before, each of its own document; "
-                f"risk {risk} at delta {delta} takes at least {fewest}, even if no token differs. "
-                f"{more}, or the risk."
+                f"Only {len(drawn)} prompts {found}, each of its own document; risk {risk} at "
+                f"delta {delta} takes at least {fewest}, even if no token differs. {more}, or "
+                "accept a higher risk."
             )
     return drawn
 

@@ -6,7 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tide.cli.loading import conditions, data_options, from_1, load, load_model, model_options
+from tide.cli.loading import (
+    conditions,
+    data_options,
+    from_1,
+    load,
+    load_model,
+    model_options,
+    share,
+)
 
 if TYPE_CHECKING:
     from tide.calibration.data import Prompt
@@ -18,7 +26,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="DIR", help="an artifact from calibrate, or a hub id")
     data_options(parser, samples=16)
     parser.add_argument(
-        "--risk", type=float, nargs="+", default=[], help="certified risks to run as well"
+        "--risk", type=share, nargs="+", default=[], help="certified risks to run as well"
     )
     parser.add_argument(
         "--threshold-scale", type=float, nargs="+", default=[1.0],

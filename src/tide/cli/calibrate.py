@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
-from tide.cli.loading import conditions, data_options, from_1, load, model_options
+from tide.cli.loading import conditions, data_options, from_1, load, model_options, share
 from tide.config import TIDEConfig
 
 INTERRUPTED = "Run the same command again to resume from the states collected so far."
@@ -33,7 +34,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--bottleneck", type=from_1, default=usual.router_bottleneck_dim, help="size of the routers"
     )
     parser.add_argument(
-        "--risk", type=float, default=0.02, help="error rate for which to choose the thresholds"
+        "--risk", type=share, default=0.02, help="error rate for which to choose the thresholds"
     )
     parser.add_argument(
         "--batch", type=from_1, default=4,
@@ -108,8 +109,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if made is None:  # one of several processes, and not the first
         return {}
     print(model_card(made.record))
-    print(
-        f"Written to {args.output}. See it: "
-        f"tide show {args.model} {args.output} 'Why is the sky blue?'"
-    )
+    show = ["tide", "show", args.model, str(args.output), "Why is the sky blue?"]
+    show += [] if args.dtype == "auto" else ["--dtype", args.dtype]
+    print(f"Written to {args.output}. See it: {shlex.join([*show, '--mode', 'exit'])}")
     return {"conditions": conditions(model), **made.record}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from tide.cli.loading import conditions, data_options, from_1, load, model_options
+from tide.cli.loading import conditions, data_options, from_1, load, model_options, share
 from tide.config import KV_CACHE_STRATEGIES
 
 
@@ -16,11 +16,11 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", type=Path, metavar="DIR", help="an artifact from calibrate")
     data_options(parser, samples=400)
     parser.add_argument(
-        "--risk", type=float, nargs="+", default=[0.02],
+        "--risk", type=share, nargs="+", default=[0.02],
         help="shares of tokens that may differ from full depth",
     )  # fmt: skip
     parser.add_argument(
-        "--delta", type=float, default=0.05, help="probability that a certificate is wrong"
+        "--delta", type=share, default=0.05, help="probability that a certificate is wrong"
     )
     parser.add_argument(
         "--kv", choices=KV_CACHE_STRATEGIES, default="deferred", help="how exited tokens fill KV"
@@ -49,11 +49,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from tide.exits.artifact import Artifact
     from tide.exits.files import require_writable
 
+    made = Artifact.load(args.artifact)
     require_writable(args.artifact)
     model, tokenizer = load(args)
-    least = args.min_layers
-    if least is None:
-        least = Artifact.load(args.artifact).config.min_layers
+    least = made.config.min_layers if args.min_layers is None else args.min_layers
     config = TIDEConfig(kv_cache_strategy=args.kv, min_layers=least)
     found = certify(
         model, tokenizer, args.artifact, args.data, risk=args.risk, delta=args.delta,
@@ -62,10 +61,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     for certificate in found:
         print(
-            f"Risk {certificate.risk:g} is certified with confidence {1 - certificate.delta:g}: "
-            f"threshold scale {certificate.threshold_scale:g}, {certificate.estimate:.2%} measured "
-            f"on {certificate.sequences} sequences."
+            f"At most {100 * certificate.risk:g} % of tokens differ from full depth, certified at "
+            f"{100 * (1 - certificate.delta):g} % confidence ({100 * certificate.estimate:.2f} % "
+            f"measured on {certificate.sequences} sequences of up to {args.new_tokens} new tokens)."
         )
+    if found:
+        print(f"Saved in {args.artifact}.{_how_to_serve(args, found[0])}")
     missing = sorted(set(args.risk) - {certificate.risk for certificate in found})
     for risk in missing:
         print(
@@ -77,3 +78,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "certificates": [certificate.to_dict() for certificate in found],
         "exit_code": 1 if missing else 0,
     }
+
+
+def _how_to_serve(args: argparse.Namespace, certificate: Any) -> str:
+    """The next step: exact KV is served by the engine, KV made at the exit by vLLM."""
+    from tide.risk import DELTA
+
+    risk, delta = f"{certificate.risk:g}", f"{certificate.delta:g}"
+    usual = certificate.delta == DELTA
+    if certificate.kv_cache_strategy == "deferred":
+        more = "" if usual else f", delta={delta}"
+        return f' Serve it: tide.TIDE(model, "{args.artifact}", risk={risk}{more})'
+    if certificate.kv_cache_strategy == "propagate":
+        more = "" if usual else f" --delta {delta}"
+        command = f"tide serve {args.model} {args.artifact} --risk {risk}{more}"
+        return f" Serve it: {command} --dtype {certificate.dtype}"
+    return ""

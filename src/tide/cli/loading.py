@@ -23,6 +23,17 @@ def from_1(given: str) -> int:
     return int(given)
 
 
+def share(given: str) -> float:
+    """A share between 0 and 1, of an option."""
+    try:
+        found = float(given)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1:
+        raise argparse.ArgumentTypeError(f"{given!r} is not between 0 and 1: 2 % is 0.02")
+    return found
+
+
 def model_options(parser: argparse.ArgumentParser) -> None:
     """Options of every command that loads a model."""
     parser.add_argument("model", metavar="MODEL", help="a hub id or a folder")
@@ -103,14 +114,16 @@ def _near(model: str) -> list[str]:
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model, in evaluation mode, and its tokenizer."""
     import torch
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device == "cuda" and "LOCAL_RANK" in os.environ:  # one device for each process
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+        # Without it, the tokenizer would try the hub twice, at half a minute each while offline.
+        config = AutoConfig.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model, config=config, padding_side="left")
     except (OSError, ValueError) as error:
         raise cannot_load(args.model, error) from error
     return load_model(args.model, args.dtype, args.device), tokenizer
@@ -146,7 +159,13 @@ def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any
 
 def cannot_load(name: str, error: Exception) -> UnsupportedModelError:
     """The error for a model that is not there, or not to be loaded."""
+    near = did_you_mean(name, _near(name))
+    # A hub id has at most one slash, and no part of it begins with a dot.
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).exists():
+        return UnsupportedModelError(
+            f"There is no folder {name}: MODEL is a folder or a hub id.{near}"
+        )
     return UnsupportedModelError(
-        f"{name!r} cannot be loaded as a causal language model."
-        f"{did_you_mean(name, _near(name))} MODEL is a folder or a hub id. {error}"
+        f"{name!r} cannot be loaded as a causal language model.{near} MODEL is a folder or a hub "
+        f"id. {error}"
     )

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from tide.cli.loading import cannot_load
+from tide.cli.loading import cannot_load, share
 
 PASSES_ON = True  # options that are not ours are vLLM's
 INTERRUPTED = "The server was stopped."
@@ -41,7 +41,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
-        "--risk", type=float, help="serve exits with this certified risk (default: none)"
+        "--risk", type=share, help="serve exits with this certified risk (default: none)"
     )
     how.add_argument(
         "--uncertified",
@@ -57,7 +57,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--off", action="store_true", help="neither exits nor drafts: vLLM's own server, unchanged"
     )
     parser.add_argument(
-        "--delta", type=float, help="with --risk: probability that the certificate is wrong"
+        "--delta", type=share, help="with --risk: probability that the certificate is wrong"
     )
     parser.add_argument(
         "--on-drift", choices=("warn", "full_depth"),

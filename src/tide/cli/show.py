@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tide.cli.loading import conditions, from_1, load, model_options
+from tide.cli.loading import conditions, from_1, load, model_options, share
 
 # What there is to try; the answers to the first repeat parts of it, so that drafts are accepted.
 EXAMPLES = (
@@ -33,7 +33,7 @@ def options(parser: argparse.ArgumentParser) -> None:
         help="let tokens exit, verify drafts, or what is faster here (default: auto)",
     )  # fmt: skip
     parser.add_argument(
-        "--risk", type=float, help="a certified risk (default: thresholds as calibrated)"
+        "--risk", type=share, help="a certified risk (default: thresholds as calibrated)"
     )
     parser.add_argument(
         "--threshold", type=float, help="one confidence for all exits, uncertified (default: none)"
@@ -152,6 +152,8 @@ def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
         print(f"No prompt is given; this is an example: {EXAMPLES[0]}")
         print("Others to try: " + " | ".join(EXAMPLES[1:]))
         inputs.append(EXAMPLES[0])
+    elif inputs[0].split() == inputs:  # no space: it may be a mistyped folder
+        print(f"There is no artifact at {inputs[0]!r}, so it is the prompt.")
     *folders, prompt = inputs
     if args.compare and args.no_compare:
         raise ConfigError("--compare prints what --no-compare omits; give one of them.")

@@ -32,7 +32,7 @@ class Plan:
     """
 
     config: TIDEConfig
-    reason: str = "as set"
+    reason: str = "as requested"
     expected: dict[str, float] = field(default_factory=dict)
     tokens_per_step: dict[str, float] = field(default_factory=dict)
 
@@ -89,7 +89,8 @@ def make_plan(machinery: Machinery, recording: Recording | None, batch: int) -> 
     gives = f"{found[way]:.2f}x"
     if way == "lossless":
         other = max(found["exit"], found["both"])
-        reason = f"exits would give {other:.2f}x here, drafts alone give {gives}"
+        reason = f"exits would give {other:.2f}x here, drafts alone {gives}"
     else:
-        reason = f"gives {gives} here, drafts alone would give {found['lossless']:.2f}x"
+        reason = f"this would give {gives} here, drafts alone {found['lossless']:.2f}x"
+    reason += " (expected from the calibration prompts)"
     return Plan(ways[way], reason, found, {name: replayed[name].tokens_per_step for name in found})

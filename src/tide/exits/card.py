@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ def model_card(record: Mapping[str, Any]) -> str:
     """The README.md of an artifact folder, from the record that calibration keeps."""
     base = " ".join(str(record.get("model", "the model it was made for")).split())
     quoted = json.dumps(base, ensure_ascii=False)  # in YAML and in Python: it may hold anything
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base)
+    loaded = quoted if on_hub else json.dumps(f"path/to/{base}", ensure_ascii=False)
     exits = "exit_threshold=None"
     if "min_layers" in record:
         exits += f", min_layers={int(record['min_layers'])}"
@@ -30,7 +33,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "from transformers import AutoModelForCausalLM",
         "from tide import TIDE, TIDEConfig",
         "",
-        f"model = AutoModelForCausalLM.from_pretrained({quoted})",
+        f"model = AutoModelForCausalLM.from_pretrained({loaded})",
         'engine = TIDE(model, "path/to/this/folder")  # lossless',
         f'engine = TIDE(model, "path/to/this/folder", TIDEConfig({exits}))  # exits',
         "# or, without an engine of your own (runs the code in custom_generate/):",
@@ -74,4 +77,10 @@ def _exits(record: Mapping[str, Any]) -> list[str]:
             f"| {float(risk):.0%} | {after} | {found['exit_rate']:.1%} | "
             f"{found['error_rate']:.1%} | {found['depth_saved']:.1%} |"
         )
+    if "documents" in record:
+        lines += [
+            "",
+            f"Measured on about a third of the {record['documents']['tuning']} documents for "
+            "thresholds, so these rates are noisy. Calibrate with some hundreds of prompts.",
+        ]
     return lines

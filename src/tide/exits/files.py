@@ -213,7 +213,10 @@ def write_whole(path: Path, save: Callable[[Path], Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = _scratch(path)
         try:
+            scratch.touch()  # with the permissions that this process gives to new files
+            permissions = scratch.stat().st_mode
             save(scratch)
+            scratch.chmod(permissions)  # safetensors lets the owner alone read its files
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)

@@ -96,7 +96,8 @@ class Trace:
         if stats.audited:
             lines.append(
                 f"Audit: full depth checked {stats.audited} exited tokens and predicts a different "
-                f"token for {stats.differed}."
+                f"token for {stats.differed} ({stats.differed / stats.total_tokens:.1%} of all "
+                f"{stats.total_tokens} tokens, which is what a risk limits)."
             )
         if self.speeds:
             names = list(self.speeds)
@@ -109,17 +110,24 @@ class Trace:
         return lines
 
     def gain(self) -> str:
-        """What was gained over the fastest baseline or, when nothing was, why and what to try."""
+        """What was gained over the fastest baseline or, if nothing was, why and what to try."""
         ours, *others = self.speeds
         baseline = max(others, key=lambda name: self.speeds[name])
         ratio = f"{self.speeds[ours] / self.speeds[baseline]:.2f}x over {baseline}"
-        if self.speeds[ours] >= _GAIN * self.speeds[baseline]:
-            return f"Gained: {ratio}, the fastest without TIDE here."
-        stats = self.stats
+        faster = self.speeds[ours] >= _GAIN * self.speeds[baseline]
+        stats, compiled = self.stats, self.conditions.get("compile")
         if not stats.exited_tokens and not sum(stats.accepted.values()):
             why = "no token exited and no draft was accepted"
             advice = "a prompt whose answer repeats parts of it, or a longer answer"
-        elif not self.conditions.get("compile"):
+            if faster:
+                return (
+                    f"Nothing was saved: {why}. The {ratio} is the noise of one run. Try {advice}."
+                )
+        elif faster and compiled:
+            return f"Gained: {ratio}, the fastest without TIDE here, in one run."
+        elif faster:
+            return f"Gained: {ratio}, in one run. `--compile` also times compiled `generate`."
+        elif not compiled:
             saved = 1 - stats.layers_run / stats.layers_full
             why = f"the work between passes cost more than the {saved:.0%} of layer calls saved"
             advice = "--compile, a larger model, or a longer answer"
