@@ -21,6 +21,7 @@ from tide.vllm.switch import DraftSwitch
 
 MAX_LENGTH = 400
 OUTLIERS = (0.8, 0.9, 1, 1, 1, 1.1, 3)  # factors on the cost of a step
+WIDE = (0.4, 0.7, 0.8, 0.9, 1, 1, 1.1, 1.2, 1.3, 1.6)  # and of 30 %
 SPREAD = (0.7, 0.8, 0.9, 1, 1, 1.1, 1.2, 1.3)  # a standard deviation of 20 %
 UNDRAFTED: Any = SimpleNamespace(propose=lambda s, n, t: [[] for _ in s])
 
@@ -197,6 +198,42 @@ def test_drafting_stops_where_its_fixed_cost_exceeds_the_gain(
         engine.serve(proposer, texts, 8)
         took.append(engine.now / engine.tokens)
     assert took[0] < 1.4 * took[1]  # drafts would pay without the fixed cost
+
+
+def test_noise_does_not_make_drafts_look_cheap(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too high a cost of steps without drafts would keep drafting on, and so never be corrected."""
+    took = []
+    for served in (True, False):
+        engine = Engine(monkeypatch, base=0.05, price=0.03, noise=WIDE)
+        proposer = make(False, engine.curve) if served else UNDRAFTED
+        engine.serve(proposer, copied_texts(800, 0.9, 60), 32)
+        took.append(engine.now / engine.tokens)
+    assert took[0] < 1.02 * took[1]
+
+
+def test_the_time_of_looking_is_no_part_of_a_step(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(monkeypatch, base=0.03, price=0.0)
+    proposer, draft = make(False, engine.curve), TableProposer._draft
+
+    def slow(self: Any, *args: Any) -> Any:
+        engine.now += 0.02
+        return draft(self, *args)
+
+    monkeypatch.setattr(TableProposer, "_draft", slow)
+    engine.noise = (1,)
+    engine.serve(proposer, [noise(i) for i in range(6)], 1)
+    assert proposer._cost.undrafted(1) == pytest.approx(0.03)
+
+
+def test_texts_are_dropped_when_drafting_is_switched_off(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(monkeypatch, base=0.001, price=0.01, noise=(1,))
+    proposer = make(False, engine.curve)
+    engine.serve(proposer, random_texts(64, 300), 8)
+    assert engine.switched and len(proposer._requests) <= 8
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
@@ -469,12 +506,23 @@ def test_an_outlier_hardly_moves_a_cost() -> None:
         assert ratio(cost, 8, 64) == pytest.approx(0.1 / 0.03, rel=0.1)
 
 
-def test_a_step_without_drafts_is_due_after_some_with() -> None:
+@pytest.mark.parametrize(("gain", "expected"), [
+    (1.5, [8, 25, 58, 123, 252, 381]), (1.05, list(range(8, 500, 17))),
+])  # fmt: skip
+def test_a_step_without_drafts_is_due_after_some_with(gain: float, expected: list[int]) -> None:
     cost, due = StepCost(CURVE), []
     for step in range(500):
-        due += [step] if (undrafted := cost.needs_undrafted(4)) else []
+        due += [step] if (undrafted := cost.needs_undrafted(4, gain)) else []
         cost.add(4, 4 if undrafted else 12, 0.03)
-    assert due == [8, 25, 58, 123, 252, 381]
+    assert due == expected
+
+
+def test_a_step_without_drafts_is_due_for_each_number_of_requests() -> None:
+    cost = StepCost(CURVE)
+    for step in range(60):
+        cost.add(4, 12 if step % 20 else 4, 0.03)
+        cost.add(5, 15, 0.03)
+    assert cost.needs_undrafted(5) and not cost.needs_undrafted(6)
 
 
 def test_an_unseen_batch_size_is_priced_like_others() -> None:

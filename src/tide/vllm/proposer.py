@@ -67,7 +67,7 @@ class _DraftToken(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The step before: when it began, the tokens of each request by then, and its drafts."""
+    """A step: when vLLM began it, the tokens of each request by then, and its drafts."""
 
     began: float
     lengths: np.ndarray  # [requests]
@@ -165,11 +165,12 @@ class TableProposer:
                 switch.looked(time.perf_counter() - began)
         for index, request in batch.items():
             request.drafted = len(drafts.get(index, ()))
+        if not switch.on:
+            self._requests = {i: one for i, one in self._requests.items() if one.drafted}
         drafted = sum(map(len, drafts.values()))
-        # The time until the next call is that of this step's tokens, and of finding them.
-        self._last = _Step(began, lengths, drafted)
         if self._metrics is not None:
             self._metrics.step(decision, drafted, accepted)
+        self._last = _Step(time.perf_counter(), lengths, drafted)
         return [drafts.get(index, []) for index in range(requests)]
 
     @cached_property
@@ -241,12 +242,11 @@ class TableProposer:
                 request.draft_type, found[index] = draft
                 chances = self._acceptance.reach(draft.draft_type, len(draft.tokens))
                 candidates += [_DraftToken(c, index, place) for place, c in enumerate(chances, 1)]
-        # The time of looking is also part of every step that is measured while drafting is on.
         looking = min(switch.seconds / (self._cost.undrafted(requests) or 1.0), 0.5)
         if not candidates:
             switch.found_none(looking)
             return "no_draft_found", {}
-        if self._cost.needs_undrafted(requests):
+        if self._cost.needs_undrafted(requests, switch.gain):
             return "probe", {}
         candidates.sort(reverse=True)
         # A probe looks at some requests; the others would have such drafts too.

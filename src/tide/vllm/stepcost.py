@@ -13,6 +13,7 @@ _FAR = 1 << 20  # more tokens than a step can have
 _LONGEST = 60.0  # seconds of a step; a clock that shows more has jumped
 _SOME = 0.2  # what drafts usually add to a step: a line is trusted where it was observed
 _REFRESH = 8, 128  # drafted steps after which one without drafts is due: at first, and at most
+_CLOSE = 1.1, 16  # a gain that an error of what drafts are compared with could hide, and its most
 
 
 @dataclass
@@ -28,6 +29,28 @@ class _Undrafted:
 
 
 @dataclass
+class _Comparison:
+    """When a step without drafts is due, for one number of requests.
+
+    Attributes:
+        since: drafted steps since the last one without drafts.
+        refresh: number of them after which one without drafts is due.
+    """
+
+    since: int = 0
+    refresh: int = _REFRESH[0]
+
+    def add(self, drafted: bool) -> None:
+        if drafted:
+            self.since += 1
+        else:
+            self.since, self.refresh = 0, min(2 * self.refresh, _REFRESH[1])
+
+    def due(self, gain: float) -> bool:
+        return self.since >= (min(self.refresh, _CLOSE[1]) if gain < _CLOSE[0] else self.refresh)
+
+
+@dataclass
 class _Drafted:
     """What drafted steps cost more than undrafted ones, as a line over what the curve expects.
 
@@ -35,13 +58,9 @@ class _Drafted:
 
     Attributes:
         sums: of 1, x, y, x * x, x * y; x is what the curve expects, y what was observed.
-        since: steps since the last one without drafts.
-        refresh: number of them after which one without drafts is due.
     """
 
     sums: np.ndarray = field(default_factory=lambda: np.zeros(5))
-    since: int = 0
-    refresh: int = _REFRESH[0]
 
     def add(self, x: float, y: float) -> None:
         self.sums = 0.99 * self.sums + (1, x, y, x * x, x * y)
@@ -79,7 +98,8 @@ class StepCost:
         slope = max((seconds[-1] - seconds[i]) / (tokens[-1] - tokens[i]) for i in (0, -2))
         self._tokens = np.append(tokens, _FAR)
         self._seconds = np.append(seconds, seconds[-1] + slope * (_FAR - tokens[-1]))
-        self._undrafted: dict[int, _Undrafted] = {}
+        self._undrafted: dict[int, _Undrafted] = {}  # by the number of requests
+        self._comparisons: dict[int, _Comparison] = {}  # by the same
         self._drafted: dict[int, _Drafted] = {}  # by the binary length of the number of requests
 
     def add(self, requests: int, tokens: int, seconds: float) -> None:
@@ -87,8 +107,8 @@ class StepCost:
         if not 0 < seconds < _LONGEST:
             return
         known, drafted = self.undrafted(requests), self._drafted_steps(requests)
+        self._comparisons.setdefault(requests, _Comparison()).add(tokens > requests)
         if tokens == requests:
-            drafted.since, drafted.refresh = 0, min(2 * drafted.refresh, _REFRESH[1])
             if requests in self._undrafted:
                 self._undrafted[requests].add(seconds)
             elif self._undrafted and known is not None:  # by what others took
@@ -98,7 +118,6 @@ class StepCost:
                 first = seconds if known is None else _clip(seconds, known)
                 self._undrafted[requests] = _Undrafted(first)
             return
-        drafted.since += 1
         if self._undrafted and known is not None:
             more, expected = self._more(requests, tokens), self.ratio(requests, tokens)
             drafted.add(float(more), _clip(seconds / known, float(expected)) - 1)
@@ -114,10 +133,16 @@ class StepCost:
         seconds, there = self._undrafted[near].seconds, float(self._curve(near))
         return max(seconds + here - there, here) if self.measured else seconds * here / there
 
-    def needs_undrafted(self, requests: int) -> bool:
-        """Whether a step without drafts is due, to know what drafts are compared with."""
-        drafted = self._drafted_steps(requests)
-        return drafted.since >= drafted.refresh or self.undrafted(requests) is None
+    def needs_undrafted(self, requests: int, gain: float = 1.0) -> bool:
+        """Whether a step without drafts is due, to know what drafts are compared with.
+
+        Args:
+            requests: in the step.
+            gain: throughput expected with drafts, in that without. If it is close to 1, what they
+                are compared with decides, so it is measured more often.
+        """
+        comparison = self._comparisons.get(requests, _Comparison())
+        return comparison.due(gain) or self.undrafted(requests) is None
 
     def ratio(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:
         """What a drafted step of so many tokens costs, in steps without drafts."""
