@@ -9,7 +9,8 @@ is over the fastest method without us. `half depth` is vLLM with half of the lay
 of what exits at half depth can save, since it stores no KV above them.
 
 The batch is kept full: when a request ends, the next one comes in. A round is measured until the
-last request has come in. No prompt is used twice, so nothing is drafted from an answer to it.
+last request has come in. Every batch has engines of its own, so nothing is learned from another,
+and they see no prompt twice, so nothing is drafted from an answer to it.
 Drafts are measured on answers that end where the model ends them; exits on answers of one length,
 since half a model does not know where to end.
 """
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from measure import chat, parser, report, rows_of, shuffled
 from transformers import AutoConfig, AutoTokenizer
@@ -175,6 +177,11 @@ class Engine:
         served: Served = self._pipe.recv()
         return served
 
+    def stop(self) -> None:
+        """End the process."""
+        self._process.terminate()
+        self._process.join()
+
 
 def _serve_rounds(pipe: Any, model: str, given: dict[str, Any]) -> None:
     """The process of an engine: serve what comes through the pipe, for ever."""
@@ -224,15 +231,15 @@ def main() -> None:
     if args.only:
         methods = {name: of for name, of in methods.items() if name in (STOCK, *args.only)}
     given = list(prompts_of(args))
-    wanted = sum(b + n * per_round(b) for b, n in zip(args.batch, args.rounds, strict=True))
+    wanted = max(b + n * per_round(b) for b, n in zip(args.batch, args.rounds, strict=True))
     if len(given) < wanted:
         raise SystemExit(f"There are {len(given)} prompts; that many --rounds need {wanted}.")
-    prompts, engines = iter(given), {}
-    for name, method in methods.items():
-        engines[name] = Engine(args, method)
-        print(f"{name}: ready after {engines[name].seconds_to_start:.0f} s", flush=True)
     results = []
     for batch, rounds in zip(args.batch, args.rounds, strict=True):
+        prompts, engines = iter(given), {}
+        for name, method in methods.items():
+            engines[name] = Engine(args, method)
+            print(f"{name}: ready after {engines[name].seconds_to_start:.0f} s", flush=True)
         measured: dict[str, list[Served]] = {name: [] for name in engines}
         for turn in range(rounds + 1):  # the first is a warm-up
             some = list(itertools.islice(prompts, per_round(batch) if turn else batch))
@@ -243,8 +250,12 @@ def main() -> None:
                 if turn:
                     measured[name].append(served)
         results.append({
-            "batch": batch, "rounds": rounds, "methods": summarise(measured, methods, engines)
+            "batch": batch, "rounds": rounds,
+            "seconds_to_start": {name: round(of.seconds_to_start) for name, of in engines.items()},
+            "methods": summarise(measured, methods, engines),
         })  # fmt: skip
+        for engine in engines.values():
+            engine.stop()
         for row in results[-1]["methods"]:
             print(f"batch {batch}, {row['method']}: {row['speedup']:.3f}x", flush=True)
         report(
@@ -263,7 +274,6 @@ def main() -> None:
             ],
             suffix="measured" if "suffix" in methods else "arctic-inference is not installed",
             most_drafts=args.drafts if args.what == "drafts" else None,
-            seconds_to_start={name: round(of.seconds_to_start) for name, of in engines.items()},
         )
 
 
@@ -337,7 +347,7 @@ def summarise(
             "speedup_over_vllm": over(name, STOCK),
             "decode_only_speedup": over(name, best, "decoding"),
             "decode_only_speedup_over_vllm": over(name, STOCK, "decoding"),
-            "range_over_rounds": [round(f(ratios(name, best)), 3) for f in (min, max)],
+            "p20_p80_of_rounds": np.quantile(ratios(name, best), (0.2, 0.8)).round(3).tolist(),
             "fastest_without_us": name == best,
             "exact_match_outputs": sum(map(list.__eq__, answers, expected)),
             "outputs": len(answers),
