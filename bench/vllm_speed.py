@@ -9,8 +9,7 @@ is over the fastest method without us. `half depth` is vLLM with half of the lay
 of what exits at half depth can save, since it stores no KV above them.
 
 The batch is kept full: when a request ends, the next one comes in. A round is measured until the
-last request has come in. Every batch has engines of its own, so nothing is learned from another,
-and they see no prompt twice, so nothing is drafted from an answer to it.
+last request has come in. No engine sees a prompt twice, so nothing is drafted from an answer to it.
 Drafts are measured on answers that end where the model ends them; exits on answers of one length,
 since half a model does not know where to end.
 """
@@ -132,6 +131,7 @@ def options() -> Any:
     out.add_argument("--dtype", default="bfloat16")
     out.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     out.add_argument("--rounds", type=int, nargs="+", default=[8, 5, 3], help="for each batch")
+    out.add_argument("--restart", action="store_true", help="start the engines anew for each batch")
     out.add_argument("--new", type=int, default=96, help="most new tokens of a request")
     out.add_argument("--prompt", type=int, default=512, help="most tokens of a prompt")
     out.add_argument(
@@ -225,21 +225,15 @@ def prompts_of(args: Any) -> Iterator[dict[str, Any]]:
         yield {"prompt_token_ids": ids[-args.prompt :]}
 
 
-def main() -> None:
-    args = options()
-    methods = methods_of(args)
-    if args.only:
-        methods = {name: of for name, of in methods.items() if name in (STOCK, *args.only)}
-    given = list(prompts_of(args))
-    wanted = max(b + n * per_round(b) for b, n in zip(args.batch, args.rounds, strict=True))
-    if len(given) < wanted:
-        raise SystemExit(f"There are {len(given)} prompts; that many --rounds need {wanted}.")
-    results = []
-    for batch, rounds in zip(args.batch, args.rounds, strict=True):
-        prompts, engines = iter(given), {}
-        for name, method in methods.items():
-            engines[name] = Engine(args, method)
-            print(f"{name}: ready after {engines[name].seconds_to_start:.0f} s", flush=True)
+def measure(
+    args: Any, methods: dict[str, Method], plan: list[tuple[int, int]], given: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Start the engines, and give the results of each batch with so many rounds."""
+    prompts, engines = iter(given), {}
+    for name, method in methods.items():
+        engines[name] = Engine(args, method)
+        print(f"{name}: ready after {engines[name].seconds_to_start:.0f} s", flush=True)
+    for batch, rounds in plan:
         measured: dict[str, list[Served]] = {name: [] for name in engines}
         for turn in range(rounds + 1):  # the first is a warm-up
             some = list(itertools.islice(prompts, per_round(batch) if turn else batch))
@@ -249,15 +243,31 @@ def main() -> None:
                 served = engines[name].round(some, args.new, args.what == "drafts", batch)
                 if turn:
                     measured[name].append(served)
-        results.append({
+        yield {
             "batch": batch, "rounds": rounds,
             "seconds_to_start": {name: round(of.seconds_to_start) for name, of in engines.items()},
             "methods": summarise(measured, methods, engines),
-        })  # fmt: skip
-        for engine in engines.values():
-            engine.stop()
-        for row in results[-1]["methods"]:
-            print(f"batch {batch}, {row['method']}: {row['speedup']:.3f}x", flush=True)
+        }  # fmt: skip
+    for engine in engines.values():
+        engine.stop()
+
+
+def main() -> None:
+    args = options()
+    methods = methods_of(args)
+    if args.only:
+        methods = {name: of for name, of in methods.items() if name in (STOCK, *args.only)}
+    given = list(prompts_of(args))
+    plan = list(zip(args.batch, args.rounds, strict=True))
+    parts = [[one] for one in plan] if args.restart else [plan]
+    wanted = max(sum(b + n * per_round(b) for b, n in part) for part in parts)
+    if len(given) < wanted:
+        raise SystemExit(f"There are {len(given)} prompts; that many --rounds need {wanted}.")
+    results: list[dict[str, Any]] = []
+    for found in itertools.chain.from_iterable(measure(args, methods, p, given) for p in parts):
+        results.append(found)
+        for row in found["methods"]:
+            print(f"batch {found['batch']}, {row['method']}: {row['speedup']:.3f}x", flush=True)
         report(
             f"vLLM with {args.what} against the fastest vLLM without us",
             args,
@@ -272,7 +282,6 @@ def main() -> None:
             preloaded=[
                 Path(lib).name for lib in os.environ.get("LD_PRELOAD", "").split(":") if lib
             ],
-            suffix="measured" if "suffix" in methods else "arctic-inference is not installed",
             most_drafts=args.drafts if args.what == "drafts" else None,
         )
 
