@@ -31,9 +31,11 @@ def reread(model: Any, text: torch.Tensor, prompt: int, chunk: int) -> torch.Ten
 
 def main() -> None:
     options = parser(__doc__ or "")
-    options.add_argument("--prompts", type=int, default=52)
-    options.add_argument("--new", type=int, default=64)
-    options.add_argument("--chunks", type=int, nargs="+", default=[2, 4, 8, 16])
+    options.add_argument("--prompts", type=int, default=52, help="of Spec-Bench")
+    options.add_argument("--new", type=int, default=64, help="most new tokens of an answer")
+    options.add_argument(
+        "--chunks", type=int, nargs="+", default=[2, 4, 8, 16], help="tokens read at once"
+    )
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

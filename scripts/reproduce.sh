@@ -4,9 +4,13 @@
 #   TIDE_DATA=... scripts/reproduce.sh               # all, most of a day on two cores
 #   TIDE_DATA=... scripts/reproduce.sh trees_speed   # only what is named
 #
-# Then `python scripts/tables.py && python scripts/charts.py`. Work files are kept in $WORK, so that
+#   scripts/reproduce.sh risk_simulation             # two minutes; the same to the last digit
+#
+# Each step writes bench/results/NAME.json anew: `git diff bench/results` compares it with what was
+# published. Then `python scripts/tables.py && python scripts/charts.py`. Work files are kept in $WORK, so that
 # a run that was interrupted does not calibrate again. Nothing else should run on the machine. Needs
-# `pip install -e '.[dev]'`, vLLM (docs/vllm.md) and, for suffix decoding, arctic-inference.
+# `PIP_CONSTRAINT=.ci/constraints.txt pip install -e '.[dev]'`, the versions of the results, vLLM
+# (docs/vllm.md) and, for suffix decoding, arctic-inference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wanted=("$@")

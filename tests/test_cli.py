@@ -106,6 +106,9 @@ def test_show(folder: Path, capsys: Any) -> None:
         assert main(["show", model, *inputs, *options]) == 0
         found = last_line(capsys)
         assert found["conditions"]["mode"] == mode and len(found["tokens"]) == 6
+        plans = {"exit": "exit with drafts: as requested", "lossless": "lossless: as requested"}
+        alone = "lossless: without an artifact no token exits"
+        assert found["plan"] == (plans[mode] if router in inputs else alone)
         assert set(found["tokens_per_second"]) == {mode, "HF generate"}
         assert re.match(r"Gained: |Nothing (gained \(|was saved: )", found["gain"])
         assert set(found["tokens"][0]) == {
@@ -118,6 +121,7 @@ def test_show(folder: Path, capsys: Any) -> None:
         (["abc", "--mode", "exit"], "needs an artifact"),
         ([router, "abc", "--mode", "lossless", "--risk", "0.02"], "takes no --risk"),
         ([router, "abc", "--risk", "0.02"], "No certificate covers"),
+        (["./rooter"], "There is no artifact at './rooter'. Make one with"),
         ([router, "abc", "--risk", "0.02", "--threshold", "0.5"], "not both"),
     ):
         assert main(["show", model, *inputs]) == 1
@@ -420,6 +424,21 @@ def test_certify_tells_what_is_certified_and_how_to_serve_it(
     )
     how = how and f" Serve it: {how.format(model=model, router=router)}"
     assert last == f"Saved in {router}.{how or ''}"
+
+
+def test_show_needs_its_artifact_before_a_model(tmp_path: Path, capsys: Any) -> None:
+    assert main(["show", "nowhere", str(tmp_path / "router"), "a prompt"]) == 1
+    assert "There is no artifact at" in capsys.readouterr().err
+
+
+def test_the_card_tells_where_thresholds_did_not_hold() -> None:
+    measured = {"layers": [7], "exit_rate": 0.1, "depth_saved": 0.05, "best": True}
+    rates = {"0.01": 0.01, "0.02": 0.031}
+    exits = {risk: [{**measured, "error_rate": rate}] for risk, rate in rates.items()}
+    card = model_card({"exits": exits})
+    assert "| 10.0% | 1.0% |" in card and "| 10.0% | 3.1% (over) |" in card
+    assert "Over: thresholds chosen for that rate did not hold it" in card
+    assert "Over:" not in model_card({"exits": {"0.05": exits["0.02"]}})
 
 
 def test_the_card_loads_a_local_model_from_a_folder() -> None:

@@ -19,10 +19,10 @@ from tide.errors import DataError
 from tide.picture import DRAFTED, colour, contrast, depth_histogram, depth_map, ink, look
 from tide.report.charts import CHARTS, figures
 from tide.report.difference import first_difference
-from tide.report.live import DepthStreamer
+from tide.report.live import DepthStreamer, print_legend
 from tide.report.page import report_page, trace_page
 from tide.report.runs import Runs
-from tide.report.trace import Pieces, Trace
+from tide.report.trace import Piece, Pieces, Trace
 from tide.stats import ExitStats
 from tiny import tiny_model, tiny_tokenizer
 
@@ -121,6 +121,20 @@ def test_one_line_tells_what_was_gained(
     shown = Trace("", [], stats, {"compile": compiled}, dict(zip(names, speeds, strict=False)))
     assert told in shown.gain() and "\n" not in shown.gain()
     assert shown.footer()[-1] == shown.gain()
+
+
+def test_the_legend_names_tokens_that_full_depth_predicts_otherwise() -> None:
+    pieces = [
+        Piece(" a", 30, None, None, None, False), Piece(" b", 8, 0.9, None, " c", True),
+        Piece(" d", 8, 0.9, None, " d", False),
+    ]  # fmt: skip
+    stats = ExitStats(30, {7: 2}, 1, layers_run=46, layers_full=90, audited=2, differed=1)
+    console = Console(file=StringIO(), width=200)
+    print_legend(Trace("", pieces, stats), console)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "Full depth predicts ' c' instead of ' b' (token 2)." in shown
+    assert "all 30 layers: 1 token\n" in shown and "8 of 30 layers: 2 tokens\n" in shown
+    assert "Bright tokens ran few layers" in shown
 
 
 def test_the_audit_is_given_as_what_a_risk_limits() -> None:

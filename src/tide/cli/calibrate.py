@@ -108,7 +108,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     if made is None:  # one of several processes, and not the first
         return {}
-    print(model_card(made.record))
+    card = model_card(made.record)
+    print(card[card.find("\n## ") + 1 :])  # what was measured; how to use it is in the folder
     show = ["tide", "show", args.model, str(args.output), "Why is the sky blue?"]
     show += [] if args.dtype == "auto" else ["--dtype", args.dtype]
     print(f"Written to {args.output}. See it: {shlex.join([*show, '--mode', 'exit'])}")

@@ -30,7 +30,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=("auto", "exit", "lossless"),
-        help="let tokens exit, verify drafts, or what is faster here (default: auto)",
+        help="exit: tokens exit, beside drafts; lossless: drafts only; auto: what is faster here "
+        "(default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--risk", type=share, help="a certified risk (default: thresholds as calibrated)"
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     from tide.bench.baselines import compiled_generate
     from tide.bench.compare import BASELINE, COMPILED, WARM_UP
+    from tide.exits.artifact import Artifact
     from tide.exits.files import write_whole
     from tide.report.difference import first_difference
     from tide.report.live import DepthStreamer, print_legend
@@ -66,8 +68,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from tide.report.trace import Trace
 
     folder, prompt = _inputs(args)
+    made = Artifact.from_pretrained(folder) if folder else None
     model, tokenizer = load(args)
-    engine = _engine(args, model, folder)
+    engine = _engine(args, model, made)
     console = Console(highlight=False)
     encoded = _encode(tokenizer, prompt, args.raw).to(model.device)
     greedy = {"max_new_tokens": args.new_tokens, "do_sample": False}
@@ -81,7 +84,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         other = _encode(tokenizer, WARM_UP, args.raw).to(model.device)  # else it drafts from itself
         engine.generate(**other, max_new_tokens=4, do_sample=False)
     name = engine.config.mode
-    console.print(f"[dim]{engine.plan}[/dim]")
+    plan = str(engine.plan) if folder else "lossless: without an artifact no token exits"
+    console.print(f"[dim]{plan}[/dim]")
     tokens, speed = timed(engine.generate, streamer=DepthStreamer(engine, tokenizer, console))
     trace = Trace.of(tokenizer, prompt, tokens, engine.last_stats)
     trace.conditions = {
@@ -114,7 +118,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(f"Page written to {args.html}")
     stats = trace.stats
     return {
-        "plan": str(engine.plan),
+        "plan": plan,
         "conditions": trace.conditions,
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens": [
@@ -153,6 +157,11 @@ def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
         print("Others to try: " + " | ".join(EXAMPLES[1:]))
         inputs.append(EXAMPLES[0])
     elif inputs[0].split() == inputs:  # no space: it may be a mistyped folder
+        if inputs[0].startswith((".", "/", "~")):
+            raise ConfigError(
+                f"There is no artifact at {inputs[0]!r}. Make one with `tide calibrate MODEL -o "
+                "DIR`, or give a prompt in quotes."
+            )
         print(f"There is no artifact at {inputs[0]!r}, so it is the prompt.")
     *folders, prompt = inputs
     if args.compare and args.no_compare:
@@ -170,16 +179,14 @@ def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
     return (folders[0] if folders else None), prompt
 
 
-def _engine(args: argparse.Namespace, model: Any, folder: str | None) -> Any:
+def _engine(args: argparse.Namespace, model: Any, made: Any) -> Any:
     from tide.config import TIDEConfig
     from tide.engine import TIDE
-    from tide.exits.artifact import Artifact
     from tide.models.fingerprint import dtype_name
     from tide.risk import DELTA, CertificateQuery, find_certificate
 
     if args.mode == "lossless":
-        return TIDE(model, folder, compile=args.compile)
-    made = Artifact.from_pretrained(str(folder))
+        return TIDE(model, made, compile=args.compile)
     least = made.config.min_layers
     if args.risk is not None:  # a certificate brings its own
         query = CertificateQuery(args.risk, DELTA, dtype_name(model), "deferred")

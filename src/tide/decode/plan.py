@@ -39,8 +39,8 @@ class Plan:
     def __str__(self) -> str:
         """In one line."""
         way = self.config.mode
-        if way == "exit" and not self.config.drafts:
-            way = "exit without drafts"
+        if way == "exit":
+            way = "exit with drafts" if self.config.drafts else "exit without drafts"
         return f"{way}: {self.reason}"
 
 

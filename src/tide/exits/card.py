@@ -70,12 +70,16 @@ def _heads(heads: Mapping[str, Any]) -> list[str]:
 def _exits(record: Mapping[str, Any]) -> list[str]:
     lines = ["| chosen for | exits after layers | exit rate | error rate | depth saved |"]
     lines.append("|---|---|---|---|---|")
+    over = False
     for risk, options in record["exits"].items():
         found = next(option for option in options if option["best"])
+        missed = found["error_rate"] > float(risk)
+        over = over or missed
         after = ", ".join(str(layer + 1) for layer in found["layers"])
         lines.append(
             f"| {float(risk):.0%} | {after} | {found['exit_rate']:.1%} | "
-            f"{found['error_rate']:.1%} | {found['depth_saved']:.1%} |"
+            f"{found['error_rate']:.1%}{' (over)' if missed else ''} | "
+            f"{found['depth_saved']:.1%} |"
         )
     if "documents" in record:
         lines += [
@@ -83,4 +87,6 @@ def _exits(record: Mapping[str, Any]) -> list[str]:
             f"Measured on about a third of the {record['documents']['tuning']} documents for "
             "thresholds, so these rates are noisy. Calibrate with some hundreds of prompts.",
         ]
+    if over:
+        lines += ["", "Over: thresholds chosen for that rate did not hold it on other documents."]
     return lines

@@ -60,17 +60,20 @@ def painted(text: str, look: Look, console: Console) -> Text:
 def print_legend(trace: Trace, console: Console) -> None:
     """Print what the colours mean and what the answer cost."""
     console.rule()
+    if len(trace.looks) > 1:
+        console.print("Bright tokens ran few layers; tokens without a colour ran all.")
     for shown, count in trace.looks.items():
         sample = painted("  ", shown, console).append(
-            f" {shown.name}: {count} tokens", Style.null()
+            f" {shown.name}: {count} token{'s' if count > 1 else ''}", Style.null()
         )
         console.print(sample)
     for line in trace.footer():
         console.print(line, highlight=False, soft_wrap=True)
-    differ = [piece for piece in trace.pieces if piece.differs]
+    differ = [(n, piece) for n, piece in enumerate(trace.pieces, 1) if piece.differs]
     if differ:
         some = ", ".join(
-            f"{piece.target_token!r} instead of {piece.text!r}" for piece in differ[:5]
+            f"{piece.target_token!r} instead of {piece.text!r} (token {n})"
+            for n, piece in differ[:5]
         )
         more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
         line = f"Full depth predicts {some}{more}."
