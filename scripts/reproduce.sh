@@ -241,7 +241,8 @@ step vllm_long_prompts without_amx python bench/vllm_speed.py "$MODEL" --what dr
   --dtype float32 --batch 1 --rounds 4 --new 48 --prompt 2000 --join --only drafts \
   --out $R/vllm_long_prompts.json
 step vllm_exits_no_amx without_amx python bench/vllm_speed.py "$MODEL" --what exits \
-  --dtype float32 --batch 1 8 --rounds 12 5 --new 32 --prompt 64 --artifact "$WORK/depth_smollm2" \
+  --dtype float32 --rounds 12 5 2 --batch 1 8 32 --new 32 --prompt 64 \
+  --artifact "$WORK/depth_smollm2" --min-layers 8 \
   --only "gates on, no exits" "calibrated exits" --out $R/vllm_exits_no_amx.json
 step vllm_load python bench/vllm_load.py "$MODEL" --requests 334 --rates 4 6 8 --out $R/vllm_load.json
 
