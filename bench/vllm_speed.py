@@ -256,6 +256,10 @@ def main() -> None:
     args = options()
     methods = methods_of(args)
     if args.only:
+        if unknown := set(args.only) - methods.keys():
+            raise SystemExit(
+                f"There is no method {unknown} here. The methods are: {list(methods)}."
+            )
         methods = {name: of for name, of in methods.items() if name in (STOCK, *args.only)}
     given = list(prompts_of(args))
     plan = list(zip(args.batch, args.rounds, strict=True))
@@ -276,13 +280,18 @@ def main() -> None:
             most_new_tokens=args.new,
             ends_where_the_model_does=args.what == "drafts",
             prompts=f"{args.data or 'Spec-Bench'}, none twice, the batch kept full"
-            + ", joined" * args.join,
+            + ", joined" * args.join
+            + ", engines started anew for each batch" * args.restart,
             most_prompt_tokens=args.prompt,
             vllm=_version(),
             preloaded=[
                 Path(lib).name for lib in os.environ.get("LD_PRELOAD", "").split(":") if lib
             ],
-            most_drafts=args.drafts if args.what == "drafts" else None,
+            **(
+                {"most_drafts": args.drafts}
+                if args.what == "drafts"
+                else {"min_layers": args.min_layers, "threshold_scale": args.threshold_scale}
+            ),
         )
 
 
@@ -356,6 +365,7 @@ def summarise(
             "speedup_over_vllm": over(name, STOCK),
             "decode_only_speedup": over(name, best, "decoding"),
             "decode_only_speedup_over_vllm": over(name, STOCK, "decoding"),
+            "range_over_rounds": [round(f(ratios(name, best)), 3) for f in (min, max)],
             "p20_p80_of_rounds": np.quantile(ratios(name, best), (0.2, 0.8)).round(3).tolist(),
             "fastest_without_us": name == best,
             "exact_match_outputs": sum(map(list.__eq__, answers, expected)),

@@ -4,12 +4,12 @@
 #   TIDE_DATA=... scripts/reproduce.sh               # all, most of a day on two cores
 #   TIDE_DATA=... scripts/reproduce.sh trees_speed   # only what is named
 #
-#   scripts/reproduce.sh risk_simulation             # two minutes; the same to the last digit
+#   scripts/reproduce.sh risk_simulation             # two minutes; its seed is fixed
 #
 # Each step writes bench/results/NAME.json anew: `git diff bench/results` compares it with what was
 # published. Then `python scripts/tables.py && python scripts/charts.py`. Work files are kept in $WORK, so that
 # a run that was interrupted does not calibrate again. Nothing else should run on the machine. Needs
-# `PIP_CONSTRAINT=.ci/constraints.txt pip install -e '.[dev]'`, the versions of the results, vLLM
+# `PIP_CONSTRAINT=.ci/constraints.txt pip install -e '.[dev]'`, the torch of the results, vLLM
 # (docs/vllm.md) and, for suffix decoding, arctic-inference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -25,18 +25,16 @@ WORK=${WORK:-reproduced}
 R=bench/results
 SPEC=${TIDE_DATA:-}/spec_bench/question.jsonl
 mkdir -p "$WORK"
-MODEL=$(python scripts/weights.py | tail -1)
+case " ${wanted[*]} " in
+  " risk_simulation " | " kernels ") MODEL="" ;; # these need no weights
+  *) MODEL=$(python scripts/weights.py | tail -1) ;;
+esac
 
 # step NAME COMMAND...: run it if it is wanted; it writes bench/results/NAME.json.
 step() {
   local name=$1 began=$SECONDS
   shift
   if [ ${#wanted[@]} -gt 0 ] && [[ " ${wanted[*]} " != *" $name "* ]]; then return; fi
-  case $name in
-    *_simulation | decode_limit_* | faults | few_tokens_* | gate_costs_* | hostile | kernels | \
-      long_context* | quickstart | replay | runner_overhead) ;; # these read no prompts
-    *) : "${TIDE_DATA:?names the folder of Spec-Bench, GSM8K, HumanEval and WikiText-2}" ;;
-  esac
   "$@"
   printf '%s: %d s\n' "$name" $((SECONDS - began))
 }

@@ -121,29 +121,35 @@ def commits() -> str:
 
 def vllm(name: str) -> str:
     found = read(name)
-    rows, spread = [], "p20_p80_of_rounds"
-    recorded = spread in found["results"][0]["methods"][0]
+    rows = []
     for r in found["results"]:
         for m in r["methods"]:
             drafted = m.get("drafted_tokens")
             rows.append((
-                r["batch"], m["method"], m["tokens_per_second"], times(m["speedup"]),
+                r["batch"], r["rounds"], m["method"], m["tokens_per_second"], times(m["speedup"]),
                 times(m["decode_only_speedup"]),
-                " to ".join(f"{ratio:.2f}" for ratio in m.get(spread) or m["range_over_rounds"]),
+                _over_rounds(m, r["rounds"]),
                 times(m["ideal_speedup"]) if "ideal_speedup" in m else "",
                 f"{m['share_of_ideal']:.2f}" if "share_of_ideal" in m else "",
                 f"{m['accepted_tokens']} of {drafted}" if drafted else "",
                 f"{m['tokens_per_step']:.2f}" if drafted else "",
                 f"{m['exact_match_outputs']} of {m['outputs']}",
             ))  # fmt: skip
-    head = ("batch", "method", "tokens/s", "speed-up", "decode-only speed-up",
-            "rounds, p20 to p80" if recorded else "range over rounds", "ideal speed-up",
+    head = ("batch", "rounds", "method", "tokens/s", "speed-up", "decode-only speed-up",
+            "range over rounds", "ideal speed-up",
             "share of ideal", "draft tokens accepted", "tokens per step",
             "exact-match outputs")  # fmt: skip
     keep = [i for i, _ in enumerate(head) if any(str(row[i]) for row in rows)]
     return table([head[i] for i in keep], ([row[i] for i in keep] for row in rows)) + conditions(
         found["conditions"]
     )
+
+
+def _over_rounds(method: dict[str, Any], rounds: int) -> str:
+    """The spread of a speed-up; of few rounds all, since quantiles would hide most of it."""
+    wide, narrow = method.get("range_over_rounds"), method.get("p20_p80_of_rounds")
+    low, high = wide if narrow is None or (wide and rounds < 5) else narrow
+    return f"{low:.2f} to {high:.2f} " + ("(p20 to p80)" if [low, high] == narrow else "(all)")
 
 
 def vllm_load() -> str:

@@ -121,7 +121,7 @@ def test_show(folder: Path, capsys: Any) -> None:
         (["abc", "--mode", "exit"], "needs an artifact"),
         ([router, "abc", "--mode", "lossless", "--risk", "0.02"], "takes no --risk"),
         ([router, "abc", "--risk", "0.02"], "No certificate covers"),
-        (["./rooter"], "There is no artifact at './rooter'. Make one with"),
+        (["out/rooter"], "There is no artifact at 'out/rooter'. Make one with"),
         ([router, "abc", "--risk", "0.02", "--threshold", "0.5"], "not both"),
     ):
         assert main(["show", model, *inputs]) == 1
@@ -145,7 +145,12 @@ def test_show_tells_that_a_single_word_is_the_prompt(folder: Path, capsys: Any) 
         return str(capsys.readouterr().out)
 
     assert printed("rooter") == "There is no artifact at 'rooter', so it is the prompt.\n"
-    assert printed("two words") == printed(str(folder / "router"), "rooter") == ""
+    assert (
+        printed("天空为什么是蓝色的?")
+        == printed("two words")
+        == printed(str(folder / "router"), "rooter")
+        == ""
+    )
 
 
 def test_env(capsys: Any) -> None:
@@ -400,8 +405,12 @@ def test_a_risk_that_is_not_shown_fails_the_command(folder: Path, capsys: Any) -
 @pytest.mark.parametrize(
     ("delta", "kv", "how"),
     [
-        (0.05, "deferred", 'tide.TIDE(model, "{router}", risk=0.2)'),
-        (0.1, "deferred", 'tide.TIDE(model, "{router}", risk=0.2, delta=0.1)'),
+        (0.05, "deferred", 'tide.TIDE(model, "{router}", risk=0.2), the model in float32'),
+        (
+            0.1,
+            "deferred",
+            'tide.TIDE(model, "{router}", risk=0.2, delta=0.1), the model in float32',
+        ),
         (0.05, "propagate", "tide serve {model} {router} --risk 0.2 --dtype float32"),
         (0.1, "propagate", "tide serve {model} {router} --risk 0.2 --delta 0.1 --dtype float32"),
         (0.05, "zero_pad", None),
@@ -437,7 +446,7 @@ def test_the_card_tells_where_thresholds_did_not_hold() -> None:
     exits = {risk: [{**measured, "error_rate": rate}] for risk, rate in rates.items()}
     card = model_card({"exits": exits})
     assert "| 10.0% | 1.0% |" in card and "| 10.0% | 3.1% (over) |" in card
-    assert "Over: thresholds chosen for that rate did not hold it" in card
+    assert "Over: on documents that did not choose the thresholds" in card
     assert "Over:" not in model_card({"exits": {"0.05": exits["0.02"]}})
 
 

@@ -81,8 +81,7 @@ def test_every_result_can_be_reproduced() -> None:
     ("step", "code", "told"),
     [
         ("kernel", 2, "There is no step kernel. The steps are: calibration_smollm2 "),
-        ("kernels", 0, "kernels: "),  # reads no prompts
-        ("attack", 1, "TIDE_DATA: names the folder"),
+        ("kernels", 0, "kernels: "),
     ],
 )
 def test_a_step_is_checked_before_it_runs(step: str, code: int, told: str, tmp_path: Path) -> None:

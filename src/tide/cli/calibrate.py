@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Calibrate, save, and print the model card."""
     from tide.calibration.pipeline import MAX_PROMPT, calibrate
     from tide.exits.card import model_card
+    from tide.exits.files import ONE_FILE
     from tide.models.fingerprint import dtype_name
 
     model, tokenizer = load(args)
@@ -109,7 +110,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if made is None:  # one of several processes, and not the first
         return {}
     card = model_card(made.record)
-    print(card[card.find("\n## ") + 1 :])  # what was measured; how to use it is in the folder
+    in_folder = not str(args.output).endswith(ONE_FILE)
+    print(card[card.find("\n## ") + 1 :] if in_folder else card)  # the whole is in the folder
     show = ["tide", "show", args.model, str(args.output), "Why is the sky blue?"]
     show += [] if args.dtype == "auto" else ["--dtype", args.dtype]
     print(f"Written to {args.output}. See it: {shlex.join([*show, '--mode', 'exit'])}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,10 @@ def _how_to_serve(args: argparse.Namespace, certificate: Any) -> str:
     usual = certificate.delta == DELTA
     if certificate.kv_cache_strategy == "deferred":
         more = "" if usual else f", delta={delta}"
-        return f' Serve it: tide.TIDE(model, "{args.artifact}", risk={risk}{more})'
+        call = f'tide.TIDE(model, "{args.artifact}", risk={risk}{more})'
+        return f" Serve it: {call}, the model in {certificate.dtype}"
     if certificate.kv_cache_strategy == "propagate":
-        more = "" if usual else f" --delta {delta}"
-        command = f"tide serve {args.model} {args.artifact} --risk {risk}{more}"
-        return f" Serve it: {command} --dtype {certificate.dtype}"
+        command = ["tide", "serve", args.model, str(args.artifact), "--risk", risk]
+        command += [] if usual else ["--delta", delta]
+        return f" Serve it: {shlex.join([*command, '--dtype', certificate.dtype])}"
     return ""

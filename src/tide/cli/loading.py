@@ -114,19 +114,29 @@ def _near(model: str) -> list[str]:
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model, in evaluation mode, and its tokenizer."""
     import torch
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     if args.threads:
         torch.set_num_threads(args.threads)
     if args.device == "cuda" and "LOCAL_RANK" in os.environ:  # one device for each process
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    # Without it, the tokenizer would try the hub twice, at half a minute each while offline.
+    config = load_config(args.model)
     try:
-        # Without it, the tokenizer would try the hub twice, at half a minute each while offline.
-        config = AutoConfig.from_pretrained(args.model)
         tokenizer = AutoTokenizer.from_pretrained(args.model, config=config, padding_side="left")
     except (OSError, ValueError) as error:
         raise cannot_load(args.model, error) from error
     return load_model(args.model, args.dtype, args.device), tokenizer
+
+
+def load_config(name: str) -> Any:
+    """The config of a model, from a hub id or a folder."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise cannot_load(name, error) from error
 
 
 def load_model(name: str, dtype: str = "auto", device: str | None = None) -> Any:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from tide.cli.loading import cannot_load, share
+from tide.cli.loading import load_config, share
 
 PASSES_ON = True  # options that are not ours are vLLM's
 INTERRUPTED = "The server was stopped."
@@ -171,7 +171,7 @@ def _exits(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             "Exits need an artifact: `tide calibrate MODEL -o DIR`, then `tide serve MODEL DIR`."
         )
-    require_architecture(_config(args.model))
+    require_architecture(load_config(args.model))
     made = Artifact.from_pretrained(args.artifact)
     settings = {
         "artifact": args.artifact, "audit_rate": args.audit_rate, "gates": args.gates,
@@ -185,15 +185,6 @@ def _exits(args: argparse.Namespace) -> dict[str, Any]:
         )
     find_certificate(made, CertificateQuery(args.risk, args.delta, _dtype(args), "propagate"))
     return settings | {"risk": args.risk, "delta": args.delta, "on_drift": args.on_drift}
-
-
-def _config(model: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise cannot_load(model, error) from error
 
 
 def _piecewise(rest: Sequence[str]) -> list[str]:
@@ -246,7 +237,7 @@ def _dtype(args: argparse.Namespace) -> str:
     from tide.models.fingerprint import dtype_name
 
     # vLLM serves weights stored in full precision in half precision.
-    found = dtype_name(_config(args.model))
+    found = dtype_name(load_config(args.model))
     return "bfloat16" if found == "float32" else found
 
 

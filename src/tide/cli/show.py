@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -30,8 +31,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--mode", choices=("auto", "exit", "lossless"),
-        help="exit: tokens exit, beside drafts; lossless: drafts only; auto: what is faster here "
-        "(default: auto)",
+        help="exit: exits and drafts; lossless: drafts alone; auto: what is faster here (default: "
+        "auto)",
     )  # fmt: skip
     parser.add_argument(
         "--risk", type=share, help="a certified risk (default: thresholds as calibrated)"
@@ -156,11 +157,11 @@ def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
         print(f"No prompt is given; this is an example: {EXAMPLES[0]}")
         print("Others to try: " + " | ".join(EXAMPLES[1:]))
         inputs.append(EXAMPLES[0])
-    elif inputs[0].split() == inputs:  # no space: it may be a mistyped folder
-        if inputs[0].startswith((".", "/", "~")):
+    elif len(inputs) == 1 and re.fullmatch(r"[\w.~/-]+", inputs[0], re.ASCII):
+        if "/" in inputs[0]:
             raise ConfigError(
                 f"There is no artifact at {inputs[0]!r}. Make one with `tide calibrate MODEL -o "
-                "DIR`, or give a prompt in quotes."
+                "DIR`; a prompt needs a space."
             )
         print(f"There is no artifact at {inputs[0]!r}, so it is the prompt.")
     *folders, prompt = inputs

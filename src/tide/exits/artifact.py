@@ -6,7 +6,6 @@ model's fingerprint are errors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +27,6 @@ from tide.models.fingerprint import Fingerprint
 from tide.strangers import listed, mapping, require_keys, shown, text, whole
 
 SCHEMA = 3
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass
@@ -133,7 +131,7 @@ class Artifact:
     @classmethod
     def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> Artifact:
         """Read an artifact from disk or, if there is no such file, from the hub."""
-        if Path(name).exists() or not _HUB_ID.fullmatch(str(name)):
+        if Path(name).exists() or not files.HUB_ID.fullmatch(str(name)):
             return cls.load(name)
         from huggingface_hub import snapshot_download
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
+
+from tide.exits.files import HUB_ID
+
+_ENOUGH = 100  # documents on which rates of some per cent can be told apart
 
 
 def model_card(record: Mapping[str, Any]) -> str:
     """The README.md of an artifact folder, from the record that calibration keeps."""
     base = " ".join(str(record.get("model", "the model it was made for")).split())
     quoted = json.dumps(base, ensure_ascii=False)  # in YAML and in Python: it may hold anything
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", base)
-    loaded = quoted if on_hub else json.dumps(f"path/to/{base}", ensure_ascii=False)
+    loaded = quoted if HUB_ID.fullmatch(base) else json.dumps(f"path/to/{base}", ensure_ascii=False)
     exits = "exit_threshold=None"
     if "min_layers" in record:
         exits += f", min_layers={int(record['min_layers'])}"
@@ -82,11 +84,14 @@ def _exits(record: Mapping[str, Any]) -> list[str]:
             f"{found['depth_saved']:.1%} |"
         )
     if "documents" in record:
+        tuning = record["documents"]["tuning"]
+        measured = f"Measured on about a third of the {tuning} documents for thresholds"
+        few = ", so these rates are noisy. Calibrate with some hundreds of prompts."
+        lines += ["", measured + (few if tuning < _ENOUGH else ".")]
+    if over:
         lines += [
             "",
-            f"Measured on about a third of the {record['documents']['tuning']} documents for "
-            "thresholds, so these rates are noisy. Calibrate with some hundreds of prompts.",
+            "Over: on documents that did not choose the thresholds, more tokens were wrong than "
+            "they were chosen for.",
         ]
-    if over:
-        lines += ["", "Over: thresholds chosen for that rate did not hold it on other documents."]
     return lines

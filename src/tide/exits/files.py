@@ -34,6 +34,7 @@ HEADER, CARD = "tide.json", "README.md"
 TENSORS = (f"tide-{'[0-9a-f]' * 16}.safetensors", "tide.safetensors")
 ONE_FILE = (".safetensors", ".pt")  # endings of an artifact that is one file
 MOST_TENSORS = 8192
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 # What `model.generate(custom_generate=FOLDER, trust_remote_code=True)` looks for. It first reads
@@ -216,7 +217,8 @@ def write_whole(path: Path, save: Callable[[Path], Any]) -> None:
             scratch.touch()  # with the permissions that this process gives to new files
             permissions = scratch.stat().st_mode
             save(scratch)
-            scratch.chmod(permissions)  # safetensors lets the owner alone read its files
+            if scratch.stat().st_mode != permissions:  # safetensors lets the owner alone read
+                scratch.chmod(permissions)
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)

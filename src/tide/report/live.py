@@ -60,8 +60,9 @@ def painted(text: str, look: Look, console: Console) -> Text:
 def print_legend(trace: Trace, console: Console) -> None:
     """Print what the colours mean and what the answer cost."""
     console.rule()
-    if len(trace.looks) > 1:
-        console.print("Bright tokens ran few layers; tokens without a colour ran all.")
+    colours = console.color_system is not None and not console.no_color
+    if colours and trace.stats.exited_tokens:
+        console.print("The brighter an exited token, the fewer layers it ran; others ran all.")
     for shown, count in trace.looks.items():
         sample = painted("  ", shown, console).append(
             f" {shown.name}: {count} token{'s' if count > 1 else ''}", Style.null()

@@ -120,9 +120,8 @@ class Trace:
             why = "no token exited and no draft was accepted"
             advice = "a prompt whose answer repeats parts of it, or a longer answer"
             if faster:
-                return (
-                    f"Nothing was saved: {why}. The {ratio} is the noise of one run. Try {advice}."
-                )
+                noise = f"The {ratio} is within the noise of one run."
+                return f"Nothing was saved: {why}. {noise} Try {advice}."
         elif faster and compiled:
             return f"Gained: {ratio}, the fastest without TIDE here, in one run."
         elif faster:

@@ -161,12 +161,10 @@ class TableProposer:
             decision, drafts = self._draft(batch, requests, len(indices), switch)
             if switch.on != before:
                 self._announce(requests, switch, began)
-            if len(indices) == requests:
+            if before and len(indices) == requests:  # else whole texts may have been read
                 switch.looked(time.perf_counter() - began)
         for index, request in batch.items():
             request.drafted = len(drafts.get(index, ()))
-        if not switch.on:
-            self._requests = {i: one for i, one in self._requests.items() if one.drafted}
         drafted = sum(map(len, drafts.values()))
         if self._metrics is not None:
             self._metrics.step(decision, drafted, accepted)
@@ -246,7 +244,7 @@ class TableProposer:
         if not candidates:
             switch.found_none(looking)
             return "no_draft_found", {}
-        if self._cost.needs_undrafted(requests, switch.gain):
+        if switch.on and self._cost.needs_undrafted(requests, switch.gain):
             return "probe", {}
         candidates.sort(reverse=True)
         # A probe looks at some requests; the others would have such drafts too.

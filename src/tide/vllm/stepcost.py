@@ -13,7 +13,7 @@ _FAR = 1 << 20  # more tokens than a step can have
 _LONGEST = 60.0  # seconds of a step; a clock that shows more has jumped
 _SOME = 0.2  # what drafts usually add to a step: a line is trusted where it was observed
 _REFRESH = 8, 128  # drafted steps after which one without drafts is due: at first, and at most
-_CLOSE = 1.1, 16  # a gain that an error of what drafts are compared with could hide, and its most
+_CLOSE = 1.1, 16  # below this gain, a step without drafts is due after so many at most
 
 
 @dataclass
