@@ -108,7 +108,7 @@ modes_of() {
     --dtype float32 --threads 2 --new-tokens 48 --out "$R/modes_$1_batch_$3.json" "${@:5}"
 }
 step depth_smollm2 depth smollm2 prompts 700 128
-step depth_gemma3_270m depth gemma3_270m prompts 700 128
+step depth_gemma3_270m depth gemma3_270m prompts 560 128
 step depth_qwen2_5_coder_0_5b depth qwen2_5_coder_0_5b code 360 256
 step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 400 256
 gate_costs() {
