@@ -235,6 +235,8 @@ step vllm_exits python bench/vllm_speed.py "$MODEL" --what exits --rounds 12 6 2
   --out $R/vllm_exits.json
 step vllm_drafts_no_amx without_amx python bench/vllm_speed.py "$MODEL" --what drafts \
   --dtype float32 --restart --rounds 50 9 3 --new 48 --only drafts --out $R/vllm_drafts_no_amx.json
+step vllm_drafts_no_amx_32 without_amx python bench/vllm_speed.py "$MODEL" --what drafts \
+  --dtype float32 --batch 32 --rounds 4 --new 48 --only drafts --out $R/vllm_drafts_no_amx_32.json
 step vllm_long_prompts without_amx python bench/vllm_speed.py "$MODEL" --what drafts \
   --dtype float32 --batch 1 --rounds 4 --new 48 --prompt 2000 --join --only drafts \
   --out $R/vllm_long_prompts.json

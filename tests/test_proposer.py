@@ -516,6 +516,13 @@ def test_a_step_without_drafts_is_due_for_each_number_of_requests() -> None:
     assert cost.needs_undrafted(5) and not cost.needs_undrafted(6)
 
 
+def test_a_stall_among_few_steps_without_drafts_hardly_moves_their_cost() -> None:
+    cost = StepCost({32: 0.063, 64: 0.103})
+    for seconds in (0.101, 0.097, 0.099, 0.242, 0.103):
+        cost.add(32, 32, seconds)
+    assert cost.undrafted(32) == pytest.approx(0.1, rel=0.03)
+
+
 def test_an_unseen_batch_size_is_priced_like_others() -> None:
     draw, cost = random.Random(0), StepCost()
     for _ in range(500):

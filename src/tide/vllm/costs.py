@@ -14,7 +14,7 @@ from vllm.forward_context import get_forward_context
 from tide.models.costs import medians, synchronize
 from tide.vllm.stepcost import StepCost
 
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TOKENS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 256)
 _SECONDS = 1.0  # that measuring may take, as far as three repeats allow
 logger = logging.getLogger("vllm.tide")  # below vLLM's, so that it is shown
 

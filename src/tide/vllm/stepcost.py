@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -11,21 +13,10 @@ import numpy as np
 _ASSUMED = {1: 1.0, 64: 1.0 + 0.015 * 63}
 _FAR = 1 << 20  # more tokens than a step can have
 _LONGEST = 60.0  # seconds of a step; a clock that shows more has jumped
+_RECENT = 31  # steps without drafts of which the median counts: a stall hardly moves it
 _SOME = 0.2  # what drafts usually add to a step: a line is trusted where it was observed
 _REFRESH = 8, 128  # drafted steps after which one without drafts is due: at first, and at most
 _CLOSE = 1.1, 16  # below this gain, a step without drafts is due after so many at most
-
-
-@dataclass
-class _Undrafted:
-    """Seconds of a step without drafts: a mean over about the last thirty."""
-
-    seconds: float
-    steps: int = 1
-
-    def add(self, seconds: float) -> None:
-        self.steps += 1
-        self.seconds += max(1 / self.steps, 0.03) * (_clip(seconds, self.seconds) - self.seconds)
 
 
 @dataclass
@@ -98,7 +89,8 @@ class StepCost:
         slope = max((seconds[-1] - seconds[i]) / (tokens[-1] - tokens[i]) for i in (0, -2))
         self._tokens = np.append(tokens, _FAR)
         self._seconds = np.append(seconds, seconds[-1] + slope * (_FAR - tokens[-1]))
-        self._undrafted: dict[int, _Undrafted] = {}  # by the number of requests
+        # Seconds of recent steps, by the number of requests.
+        self._undrafted: dict[int, deque[float]] = {}
         self._comparisons: dict[int, _Comparison] = {}  # by the same
         self._drafted: dict[int, _Drafted] = {}  # by the binary length of the number of requests
 
@@ -109,14 +101,11 @@ class StepCost:
         known, drafted = self.undrafted(requests), self._drafted_steps(requests)
         self._comparisons.setdefault(requests, _Comparison()).add(tokens > requests)
         if tokens == requests:
-            if requests in self._undrafted:
-                self._undrafted[requests].add(seconds)
-            elif self._undrafted and known is not None:  # by what others took
-                self._undrafted[requests] = _Undrafted(known)
-                self._undrafted[requests].add(seconds)
-            else:  # the curve knows neither attention nor the host
-                first = seconds if known is None else _clip(seconds, known)
-                self._undrafted[requests] = _Undrafted(first)
+            if requests not in self._undrafted:
+                # What others took counts as one; but the curve knows neither attention nor host.
+                first = [known] if self._undrafted and known is not None else []
+                self._undrafted[requests] = deque(first, _RECENT)
+            self._undrafted[requests].append(_clip(seconds, seconds if known is None else known))
             return
         if self._undrafted and known is not None:
             more, expected = self._more(requests, tokens), self.ratio(requests, tokens)
@@ -125,12 +114,12 @@ class StepCost:
     def undrafted(self, requests: int) -> float | None:
         """Seconds of a step without drafts; None if nothing is known yet."""
         if requests in self._undrafted:
-            return self._undrafted[requests].seconds
+            return median(self._undrafted[requests])
         here = float(self._curve(requests))
         if not self._undrafted:
             return here if self.measured else None
         near = min(self._undrafted, key=lambda known: abs(known - requests))
-        seconds, there = self._undrafted[near].seconds, float(self._curve(near))
+        seconds, there = median(self._undrafted[near]), float(self._curve(near))
         return max(seconds + here - there, here) if self.measured else seconds * here / there
 
     def needs_undrafted(self, requests: int, gain: float = 1.0) -> bool:
