@@ -229,6 +229,9 @@ FIGURES: dict[str, Callable[[], str]] = {
         )
         for batch in (1, 8, 32)
     },
+    "vllm_no_amx_32_median": lambda: times(
+        _vllm("vllm_drafts_no_amx_32", 32, "drafts")["speedup_over_vllm"]
+    ),
     "vllm_no_amx_tokens": lambda: (
         f"{_vllm('vllm_drafts_no_amx', 1, 'drafts')['tokens_per_step']:.2f}"
     ),

@@ -60,6 +60,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_exits": lambda: speed.vllm("vllm_exits"),
     "vllm_drafts": lambda: speed.vllm("vllm_drafts"),
     "vllm_drafts_no_amx": lambda: speed.vllm("vllm_drafts_no_amx"),
+    "vllm_drafts_no_amx_32": lambda: speed.vllm("vllm_drafts_no_amx_32"),
+    "vllm_exits_no_amx": lambda: speed.vllm("vllm_exits_no_amx"),
     "vllm_load": speed.vllm_load,
     "assess": calibration.assess,
     "calibration_heads": calibration.heads,
