@@ -135,7 +135,7 @@ def vllm(name: str) -> str:
                 f"{m['tokens_per_step']:.2f}" if drafted else "",
                 f"{m['exact_match_outputs']} of {m['outputs']}",
             ))  # fmt: skip
-    head = ("batch", "rounds", "method", "tokens/s", "speed-up", "decode-only speed-up",
+    head = ("batch", "repeats", "method", "tokens/s", "speed-up", "decode-only speed-up",
             "range over rounds", "ideal speed-up",
             "share of ideal", "draft tokens accepted", "tokens per step",
             "exact-match outputs")  # fmt: skip
