@@ -523,6 +523,38 @@ def test_a_stall_among_few_steps_without_drafts_hardly_moves_their_cost() -> Non
     assert cost.undrafted(32) == pytest.approx(0.1, rel=0.03)
 
 
+def test_beside_prompts_drafts_are_priced_as_what_comes_on_top() -> None:
+    cost = StepCost({1: 1.0, 64: 1.0, 128: 2.0, 192: 3.0})  # free while a step waits for weights
+    assert ratio(cost, 8, 24) == pytest.approx(1.0)
+    for _ in range(31):
+        cost.add_prompts(100)
+        cost.add_prompts(0)
+    assert ratio(cost, 8, 24) == pytest.approx(1 + 0.5 * 16 / 64, abs=0.01)
+    for _ in range(31):
+        cost.add_prompts(0)
+    assert ratio(cost, 8, 24) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("prompt", "microbatches"), [(0, 1), (100, 1), (100, 2)])
+def test_where_steps_read_prompts_drafts_must_gain_more(
+    make: Any, prompt: int, microbatches: int
+) -> None:
+    """Two requests repeat themselves; of a third, a prompt is read."""
+    found = make(costs={1: 1.0, 64: 1.0, 65: 2.0, 128: 128.0})  # steep beyond 64 tokens
+    known, ends = np.tile(np.array([5, 6, 7, 8] * 100, np.int32), (3, 1)), np.array([40, 40, 40])
+    drafts: list[list[int]] = [[], [], []]
+    tokens = 0
+    for _ in range(20):
+        new = [1 + len(draft) for draft in drafts[:2]]  # every draft is right
+        ends = ends + np.array([*new, 0])
+        slots = np.zeros((sum(new) + prompt) // microbatches)
+        parts = [{"layers.0": slots, "layers.1": slots} for _ in range(microbatches)]
+        drafts = found.propose([[5] * new[0], [5] * new[1], []], ends, known,
+                               parts if microbatches > 1 else parts[0])  # fmt: skip
+        tokens += sum(map(len, drafts))
+    assert tokens > 100 if prompt == 0 else tokens < 20
+
+
 def test_an_unseen_batch_size_is_priced_like_others() -> None:
     draw, cost = random.Random(0), StepCost()
     for _ in range(500):

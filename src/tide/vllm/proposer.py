@@ -125,7 +125,14 @@ class TableProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """A draft for each request; empty for requests that still read their prompt."""
+        """A draft for each request; empty for requests that still read their prompt.
+
+        Args:
+            sampled_token_ids: in this step, by request.
+            num_tokens_no_spec: length of each request, those included.
+            token_ids_cpu: of each request.
+            slot_mappings: of the step's tokens, by layer; a list of such, for microbatches.
+        """
         began, requests = time.perf_counter(), len(sampled_token_ids)
         sampled = np.fromiter(map(len, sampled_token_ids), np.int64, requests)
         lengths = num_tokens_no_spec[:requests].astype(np.int64)  # a copy: vLLM changes its own
@@ -134,6 +141,9 @@ class TableProposer:
         same = len(last.lengths) == requests and bool(sampled.all())
         if same and np.array_equal(last.lengths + sampled, lengths):
             self._cost.add(requests, requests + last.drafted, began - last.began)
+            self._cost.add_prompts(0)
+        else:
+            self._cost.add_prompts(max(_tokens(slot_mappings) - requests - last.drafted, 0))
         switch = self._switches.setdefault(requests.bit_length(), DraftSwitch())
         looks = switch.begin()
         # Where drafts do not pay, a step costs what it costs without us: only the texts of requests
@@ -275,3 +285,9 @@ class TableProposer:
                 100 * (switch.gain - 1), 100 * (switch.net - 1), requests,
                 self._cost.ratio(requests, 2 * requests),
             )  # fmt: skip
+
+
+def _tokens(slot_mappings: Any) -> int:
+    """How many tokens a step had, from vLLM's slots for them; 0 if there are none."""
+    parts = slot_mappings if isinstance(slot_mappings, list) else [slot_mappings or {}]
+    return sum(len(next(iter(part.values()), ())) for part in parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -68,13 +68,19 @@ class _Drafted:
         factor = max((n * xy - x * y) / (n * xx - x * x), 0.0)
         return (y - factor * x) / n, factor
 
+    def price(self, more: np.ndarray, trust: float) -> np.ndarray:
+        """What drafted steps cost, by what the curve expects that drafts add."""
+        fixed, factor = self.line(trust)
+        return 1 + np.maximum(fixed + factor * more, 0.0)
+
 
 class StepCost:
     """What a step costs, by its requests and tokens.
 
     A step without drafts costs what such steps took with as many requests. Drafts add what the
     curve expects for their tokens, corrected by what drafted steps really took: a fixed part, such
-    as rejection sampling, and a factor.
+    as rejection sampling, and a factor. In a step that reads prompts too, the curve may be steeper:
+    few more tokens cost little only while a step waits for the weights.
 
     Args:
         curve: seconds of a step by its tokens, measured at start-up; empty if nothing was.
@@ -87,12 +93,15 @@ class StepCost:
         seconds = np.maximum.accumulate([s for _, s in known])  # more tokens cost no less
         # Beyond what was measured, a token costs what the last ones did, or the average one.
         slope = max((seconds[-1] - seconds[i]) / (tokens[-1] - tokens[i]) for i in (0, -2))
+        # A measured curve is trusted; an assumed one gives way to some observed steps.
+        self._trust = 10.0 if self.measured else 0.02
         self._tokens = np.append(tokens, _FAR)
         self._seconds = np.append(seconds, seconds[-1] + slope * (_FAR - tokens[-1]))
         # Seconds of recent steps, by the number of requests.
         self._undrafted: dict[int, deque[float]] = {}
         self._comparisons: dict[int, _Comparison] = {}  # by the same
         self._drafted: dict[int, _Drafted] = {}  # by the binary length of the number of requests
+        self._prompts = deque([0], _RECENT)  # tokens of prompts that recent steps read
 
     def add(self, requests: int, tokens: int, seconds: float) -> None:
         """Record a step; an outlier is due to the machine, and counts less."""
@@ -108,8 +117,13 @@ class StepCost:
             self._undrafted[requests].append(_clip(seconds, seconds if known is None else known))
             return
         if self._undrafted and known is not None:
-            more, expected = self._more(requests, tokens), self.ratio(requests, tokens)
-            drafted.add(float(more), _clip(seconds / known, float(expected)) - 1)
+            more = self._more(requests, tokens)
+            expected = float(drafted.price(more, self._trust))
+            drafted.add(float(more), _clip(seconds / known, expected) - 1)
+
+    def add_prompts(self, tokens: int) -> None:
+        """Record how many tokens of prompts a step read; 0 counts too."""
+        self._prompts.append(tokens)
 
     def undrafted(self, requests: int) -> float | None:
         """Seconds of a step without drafts; None if nothing is known yet."""
@@ -134,17 +148,29 @@ class StepCost:
         return comparison.due(gain) or self.undrafted(requests) is None
 
     def ratio(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:
-        """What a drafted step of so many tokens costs, in steps without drafts."""
-        # A measured curve is trusted; an assumed one gives way to some observed steps.
-        fixed, factor = self._drafted_steps(requests).line(10.0 if self.measured else 0.02)
-        return 1 + np.maximum(fixed + factor * self._more(requests, tokens), 0.0)
+        """What a drafted step of so many tokens costs, in steps without drafts.
 
-    def _more(self, requests: int, tokens: int | np.ndarray) -> np.ndarray:
-        """What the curve expects that more tokens add, in steps without drafts."""
-        here = self._curve(requests)
+        Without the prompts that it reads; but where recent steps read some, drafts are priced as
+        what comes on top.
+        """
+        more = self._more(requests, tokens, self._prompts)
+        return self._drafted_steps(requests).price(more, self._trust)
+
+    def _more(
+        self, requests: int, tokens: int | np.ndarray, prompts: Iterable[int] = (0,)
+    ) -> np.ndarray:
+        """What the curve expects that more tokens add, in steps without drafts.
+
+        Args:
+            requests: in the step.
+            tokens: in the step, without those of prompts.
+            prompts: tokens of prompts in steps over which the mean is taken.
+        """
+        beside, steps = np.unique(list(prompts), return_counts=True)
+        added = self._curve(np.add.outer(tokens, beside)) - self._curve(requests + beside)
         # An assumed curve has no seconds of its own.
         undrafted = self.undrafted(requests) if self.measured else None
-        return (self._curve(tokens) - here) / (undrafted or here)
+        return added @ steps / steps.sum() / (undrafted or self._curve(requests))
 
     def _curve(self, tokens: int | np.ndarray) -> np.ndarray:
         return np.interp(tokens, self._tokens, self._seconds)
