@@ -190,6 +190,23 @@ def test_a_collection_stores_the_context_of_each_position(tmp_path: Path) -> Non
     assert unit.states.shape[:2] == (2, sum(len(a) for a in collection.answers("tuning")))
 
 
+def test_a_recording_has_greedy_answers_only(tmp_path: Path) -> None:
+    documents = split_documents([Prompt(f"abc{k:02}") for k in range(60)], tuning=0.5)
+    plan = collect_plan(layers=(1, 3), on_policy=True, unit=9, documents=documents.fingerprint)
+    collection = Collection(tmp_path, plan, documents)
+    collection.collect(attach(tiny_model("llama")), tiny_tokenizer(),
+                       answers=lambda prompts, _, heat: [[7 if heat else 5] * 4] * len(prompts))  # fmt: skip
+    answers = list(collection.answers("tuning"))
+    assert [7] * 4 in answers and [5] * 4 in answers
+    scores = [replace(synthetic(layer, 4 * len(answers)),
+                      document=np.repeat(documents.tuning_document, 4))
+              for layer in plan.layers]  # fmt: skip
+    for part in set(PARTS):
+        recording = record(collection, scores, 6, part)
+        texts = zip(recording.tokens, recording.prompts, strict=True)
+        assert {tuple(tokens[prompt:]) for tokens, prompt in texts} == {(5,) * 4}
+
+
 def test_all_texts_of_a_document_serve_the_same_part(tmp_path: Path) -> None:
     """Also next to a text whose answer is empty, and across the border of two units."""
     rows = [Prompt(f"{task}ghi{k:02}", document=f"d{k}") for k in range(40) for task in "abc"]

@@ -157,9 +157,8 @@ class Collection:
         torch.manual_seed(plan.seed + 1_000_003 * unit.number + (unit.split != "fit"))
         if plan.on_policy:
             prompts = encode_prompts(tokenizer, unit.texts, plan.max_tokens)
-            temperature = plan.temperature if unit.number % 2 else 0.0
             answers = answers or self_answering(runner.model, tokenizer)
-            replies = answers(prompts, plan.new_tokens, temperature)
+            replies = answers(prompts, plan.new_tokens, plan.temperature_of(unit.number))
         else:
             # Every token of the text but the first is predicted from the tokens before it.
             whole = encode_texts(tokenizer, unit.texts, plan.max_tokens)

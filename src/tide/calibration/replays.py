@@ -24,22 +24,25 @@ _LONGEST = 96  # tokens of an answer: more documents tell more than longer ones
 
 
 def record(collection: Collection, scores: Sequence[Scores], n_layers: int, part: str) -> Recording:
-    """The answers of the tuning split for `part`, up to `_POSITIONS` positions."""
-    inside = in_part(scores[0].document, part)
-    texts = [text for unit in collection.texts_by_unit("tuning") for text in unit]
-    theirs = in_part(np.array(collection.documents.tuning_document), part)
-    answered = [
-        (tokens, prompt)
-        for (tokens, prompt), of_part in zip(texts, theirs, strict=True)
-        if of_part and len(tokens) > prompt
-    ]
+    """The answers of the tuning split for `part`, up to `_POSITIONS` positions.
+
+    The greedy ones, as they are served: sampled text repeats itself less, and is drafted worse.
+    """
+    units = enumerate(collection.texts_by_unit("tuning"))
+    texts = [(*text, collection.plan.temperature_of(k) == 0) for k, unit in units for text in unit]
+    lengths = np.array([len(tokens) - prompt for tokens, prompt, _ in texts])
+    here = in_part(np.array(collection.documents.tuning_document), part) & (lengths > 0)
+    greedy = here & [is_greedy for *_, is_greedy in texts]
+    taken = greedy if greedy.any() else here
+    inside = np.repeat(taken, lengths)
+    answered = [text for text, take in zip(texts, taken, strict=True) if take]
     names = ("router", "prefilter", "confidence")
     following = torch.cat([unit[:, :SUCCESSORS] for unit in collection.top_tokens("tuning")])
     made = Recording(
         n_layers,
         tuple(at.layer for at in scores),
-        [tokens for tokens, _ in answered],
-        [prompt for _, prompt in answered],
+        [tokens for tokens, *_ in answered],
+        [prompt for _, prompt, _ in answered],
         {name: np.stack([getattr(at, name)[inside] for at in scores]) for name in names},
         np.stack([at.correct[inside] for at in scores]),
         following.numpy()[inside],

@@ -50,6 +50,10 @@ class CollectPlan:
     dtype: str
     engine: str = "transformers"
 
+    def temperature_of(self, number: int) -> float:
+        """The temperature of a unit's answers; every other unit is greedy."""
+        return self.temperature if self.on_policy and number % 2 else 0.0
+
 
 @dataclass(kw_only=True)
 class Unit:
