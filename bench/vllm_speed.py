@@ -291,6 +291,8 @@ def main() -> None:
                 {"most_drafts": args.drafts}
                 if args.what == "drafts"
                 else {"min_layers": args.min_layers, "threshold_scale": args.threshold_scale}
+                if args.artifact
+                else {}
             ),
         )
 

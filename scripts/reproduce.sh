@@ -10,7 +10,7 @@
 # published. Then `python scripts/tables.py && python scripts/charts.py`. Work files are kept in $WORK, so that
 # a run that was interrupted does not calibrate again. Nothing else should run on the machine. Needs
 # `PIP_CONSTRAINT=.ci/constraints.txt pip install -e '.[dev]'`, the torch of the results, vLLM
-# (docs/vllm.md) and, for suffix decoding, arctic-inference.
+# (docs/vllm.md) and, for `vllm_drafts`, arctic-inference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 wanted=("$@")
@@ -149,7 +149,7 @@ certified_modes() {
 step modes_qwen2_5_coder_0_5b_certified certified_modes
 step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --compile
 step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 24 --compile
-step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13
+step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13 --compile
 step modes_gemma3_270m_batch_4 modes_of gemma3_270m "$SPEC" 4 24
 step modes_qwen2_5_coder_0_5b_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13 --compile
 step modes_qwen2_5_coder_0_5b_batch_4 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 4 24

@@ -148,8 +148,9 @@ def vllm(name: str) -> str:
 def _over_rounds(method: dict[str, Any], rounds: int) -> str:
     """The spread of a speed-up; of few rounds all, since quantiles would hide most of it."""
     wide, narrow = method.get("range_over_rounds"), method.get("p20_p80_of_rounds")
-    low, high = wide if narrow is None or (wide and rounds < 5) else narrow
-    return f"{low:.2f} to {high:.2f} " + ("(p20 to p80)" if [low, high] == narrow else "(all)")
+    all_of_them = narrow is None or (wide is not None and rounds < 5)
+    low, high = wide if all_of_them else narrow
+    return f"{low:.2f} to {high:.2f} ({'all' if all_of_them else 'p20 to p80'})"
 
 
 def vllm_load() -> str:

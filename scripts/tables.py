@@ -62,6 +62,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "vllm_drafts_no_amx": lambda: speed.vllm("vllm_drafts_no_amx"),
     "vllm_drafts_no_amx_32": lambda: speed.vllm("vllm_drafts_no_amx_32"),
     "vllm_exits_no_amx": lambda: speed.vllm("vllm_exits_no_amx"),
+    "vllm_long_prompts": lambda: speed.vllm("vllm_long_prompts"),
     "vllm_load": speed.vllm_load,
     "assess": calibration.assess,
     "calibration_heads": calibration.heads,

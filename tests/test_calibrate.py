@@ -194,8 +194,11 @@ def test_a_recording_has_greedy_answers_only(tmp_path: Path) -> None:
     documents = split_documents([Prompt(f"abc{k:02}") for k in range(60)], tuning=0.5)
     plan = collect_plan(layers=(1, 3), on_policy=True, unit=9, documents=documents.fingerprint)
     collection = Collection(tmp_path, plan, documents)
-    collection.collect(attach(tiny_model("llama")), tiny_tokenizer(),
-                       answers=lambda prompts, _, heat: [[7 if heat else 5] * 4] * len(prompts))  # fmt: skip
+    collection.collect(
+        attach(tiny_model("llama")),
+        tiny_tokenizer(),
+        answers=lambda prompts, _, temperature: [[7 if temperature else 5] * 4] * len(prompts),
+    )
     answers = list(collection.answers("tuning"))
     assert [7] * 4 in answers and [5] * 4 in answers
     scores = [replace(synthetic(layer, 4 * len(answers)),

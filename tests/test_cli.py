@@ -121,7 +121,7 @@ def test_show(folder: Path, capsys: Any) -> None:
         (["abc", "--mode", "exit"], "needs an artifact"),
         ([router, "abc", "--mode", "lossless", "--risk", "0.02"], "takes no --risk"),
         ([router, "abc", "--risk", "0.02"], "No certificate covers"),
-        (["out/rooter"], "There is no artifact at 'out/rooter'. Make one with"),
+        (["out/rooter"], "There is no folder 'out/rooter' with an artifact. Make one"),
         ([router, "abc", "--risk", "0.02", "--threshold", "0.5"], "not both"),
     ):
         assert main(["show", model, *inputs]) == 1
@@ -451,8 +451,9 @@ def test_the_card_tells_where_thresholds_did_not_hold() -> None:
 
 
 def test_the_card_loads_a_local_model_from_a_folder() -> None:
-    assert 'from_pretrained("path/to/SmolLM2")' in model_card({"model": "SmolLM2"})
-    assert 'from_pretrained("someone/SmolLM2")' in model_card({"model": "someone/SmolLM2"})
+    folder = 'from_pretrained("SmolLM2")  # or the path of its folder\n'
+    assert folder in model_card({"model": "SmolLM2"})
+    assert 'from_pretrained("someone/SmolLM2")\n' in model_card({"model": "someone/SmolLM2"})
 
 
 def test_the_card_serves_all_exits(folder: Path) -> None:

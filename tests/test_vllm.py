@@ -180,7 +180,8 @@ def test_steps_are_measured_while_a_compiled_engine_warms_up(tmp_path: Path) -> 
     options = {**SHORT["options"], **COMPILED}
     given = {**SHORT, "model": str(tmp_path), "options": options}
     found = case("drafts", **given, tide={"mode": "lossless"}, inductor=True)
-    assert [int(tokens) for tokens in found["step_costs"]] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    measured = [int(tokens) for tokens in found["step_costs"]]
+    assert measured == [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 96, 128, 256]
     assert all(0 < seconds < 1 for seconds in found["step_costs"].values())
     assert "Drafts pay by requests, at 1: " in found["costs"]
     assert found["answers"] == case("ids", **given)

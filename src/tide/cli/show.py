@@ -160,8 +160,8 @@ def _inputs(args: argparse.Namespace) -> tuple[str | None, str]:
     elif len(inputs) == 1 and re.fullmatch(r"[\w.~/-]+", inputs[0], re.ASCII):
         if "/" in inputs[0]:
             raise ConfigError(
-                f"There is no artifact at {inputs[0]!r}. Make one with `tide calibrate MODEL -o "
-                "DIR`; a prompt needs a space."
+                f"There is no folder {inputs[0]!r} with an artifact. Make one with `tide calibrate "
+                "MODEL -o DIR`; for one on the hub, add a prompt; a prompt alone needs a space."
             )
         print(f"There is no artifact at {inputs[0]!r}, so it is the prompt.")
     *folders, prompt = inputs

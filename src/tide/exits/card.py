@@ -15,7 +15,7 @@ def model_card(record: Mapping[str, Any]) -> str:
     """The README.md of an artifact folder, from the record that calibration keeps."""
     base = " ".join(str(record.get("model", "the model it was made for")).split())
     quoted = json.dumps(base, ensure_ascii=False)  # in YAML and in Python: it may hold anything
-    loaded = quoted if HUB_ID.fullmatch(base) else json.dumps(f"path/to/{base}", ensure_ascii=False)
+    folder = "" if HUB_ID.fullmatch(base) else "  # or the path of its folder"
     exits = "exit_threshold=None"
     if "min_layers" in record:
         exits += f", min_layers={int(record['min_layers'])}"
@@ -35,7 +35,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         "from transformers import AutoModelForCausalLM",
         "from tide import TIDE, TIDEConfig",
         "",
-        f"model = AutoModelForCausalLM.from_pretrained({loaded})",
+        f"model = AutoModelForCausalLM.from_pretrained({quoted}){folder}",
         'engine = TIDE(model, "path/to/this/folder")  # lossless',
         f'engine = TIDE(model, "path/to/this/folder", TIDEConfig({exits}))  # exits',
         "# or, without an engine of your own (runs the code in custom_generate/):",

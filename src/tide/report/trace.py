@@ -120,7 +120,7 @@ class Trace:
             why = "no token exited and no draft was accepted"
             advice = "a prompt whose answer repeats parts of it, or a longer answer"
             if faster:
-                noise = f"The {ratio} is within the noise of one run."
+                noise = f"The {ratio} is from the loop itself, or noise."
                 return f"Nothing was saved: {why}. {noise} Try {advice}."
         elif faster and compiled:
             return f"Gained: {ratio}, the fastest without TIDE here, in one run."

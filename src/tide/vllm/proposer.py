@@ -288,6 +288,6 @@ class TableProposer:
 
 
 def _tokens(slot_mappings: Any) -> int:
-    """How many tokens a step had, from vLLM's slots for them; 0 if there are none."""
+    """How many tokens a step had, by vLLM's slots for them, which CUDA graphs pad; 0 without."""
     parts = slot_mappings if isinstance(slot_mappings, list) else [slot_mappings or {}]
     return sum(len(next(iter(part.values()), ())) for part in parts)
