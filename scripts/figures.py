@@ -238,6 +238,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "trees_tokens": lambda: (
         f"{_method(read('trees')['results']['methods'], 'tree, 32 nodes')['tokens_per_pass']:.2f}"
     ),
+    **{
+        f"vllm_{name}_{batch}": lambda method=method, batch=batch: times(
+            _vllm("vllm_exits_no_amx", batch, method)["speedup"]
+        )
+        for name, method in (("no_exits", "gates on, no exits"), ("exits", "calibrated exits"))
+        for batch in (1, 8, 32)
+    },
     "vllm_exit_share_1": lambda: (
         f"{_vllm('vllm_exits', 1, 'all exit at half depth')['share_of_ideal']:.2f}"
     ),
