@@ -125,6 +125,7 @@ def _gate(answer: str) -> float:
 
 _CODER = "modes_qwen2_5_coder_0_5b_batch_1"  # on held-out functions of HumanEval
 _LARGER = "modes_qwen2_5_coder_1_5b_batch_1"
+_SMALL = "modes_smollm2_batch_1"
 
 
 def _coder(method: str, source: str) -> dict[str, Any]:
@@ -134,6 +135,12 @@ def _coder(method: str, source: str) -> dict[str, Any]:
 def _median(method: str, source: str = CERTIFIED) -> str:
     """Speed-up over the fastest without us, the median of prompts."""
     return times(_coder(method, source)["per_prompt_speedup"]["p50"])
+
+
+def _perfect(source: str) -> str:
+    """What gates that know which tokens may exit would add to drafts alone, at batch 1."""
+    expected = read(source)["expected"]["1"]
+    return times(expected["perfect"] / expected["lossless"])
 
 
 def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
@@ -181,6 +188,10 @@ def _assisted(method: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b"),
     "coder_gain": lambda: _gain(_CODER, "exit, threshold scale 1", "auto"),
+    "small_lossless": lambda: _median("lossless", _SMALL),
+    "small_alone": lambda: _median("exit without drafts", _SMALL),
+    "small_both": lambda: _median("exit, threshold scale 1", _SMALL),
+    "small_perfect": lambda: _perfect("depth_smollm2"),
     "larger_head": lambda: _in_layers("head", "depth_qwen2_5_coder_1_5b"),
     "larger_lossless": lambda: _median("lossless", _LARGER),
     "larger_alone": lambda: _median("exit without drafts", _LARGER),
