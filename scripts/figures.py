@@ -243,6 +243,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "vllm_no_amx_32_median": lambda: times(
         _vllm("vllm_drafts_no_amx_32", 32, "drafts")["speedup_over_vllm"]
     ),
+    "vllm_long": lambda: times(_vllm("vllm_long_prompts", 1, "drafts")["speedup"]),
+    "vllm_long_decoding": lambda: times(
+        _vllm("vllm_long_prompts", 1, "drafts")["decode_only_speedup"]
+    ),
     "vllm_no_amx_tokens": lambda: (
         f"{_vllm('vllm_drafts_no_amx', 1, 'drafts')['tokens_per_step']:.2f}"
     ),
