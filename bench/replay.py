@@ -33,6 +33,7 @@ def main() -> None:
     options.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--documents", type=int, default=16)
+    options.add_argument("--new", type=int, default=64, help="tokens of an answer")
     options.add_argument("--repeats", type=int, default=3)
     options.add_argument("--threshold-scale", type=float, default=1.0)
     options.add_argument("--compile", action="store_true")
@@ -40,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
-    model.generation_config.eos_token_id = None  # all answers are as long as the recorded ones
+    model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     made = Artifact.load(args.artifact)
     exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers)
@@ -54,7 +55,7 @@ def main() -> None:
     results = [compare(engines, made, tokenizer, batch, args) for batch in args.batch]
     report(
         "speed-ups expected by a replay, and measured", args, results, dtype=dtype_name(model),
-        documents=args.documents, repeats=args.repeats, compiled=args.compile,
+        documents=args.documents, new_tokens=args.new, repeats=args.repeats, compiled=args.compile,
         threshold_scale=args.threshold_scale, calibration_tokens=made.record["tokens"]["fit"],
     )  # fmt: skip
 
@@ -66,8 +67,11 @@ def compare(
     engine = engines["both"]
     machinery, every = engine._machinery, made.recording
     assert every is not None
-    answers = [len(t) - p for t, p in zip(every.tokens, every.prompts, strict=True)]
-    recording = every.first(sum(answers[: args.documents]))
+    # All of one length, since what is measured does not end where the model would end it.
+    recording = every.cut(args.new, shortest=args.new)
+    if not recording.tokens:
+        raise SystemExit(f"No recorded answer has --new {args.new} tokens.")
+    recording = recording.first(args.documents * args.new)
     costs = []
     for sequences in sorted({1, batch}):
         machinery.compile(sequences)
@@ -92,7 +96,7 @@ def compare(
         taken = tokens = 0
         for group in groups:
             ids, mask = pad_left(tokenizer, [t[:p] for t, p in group], engine.model.device)
-            new = longest or max(len(t) - p for t, p in group)
+            new = longest or args.new
             engine.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
             tokens += engine.last_stats.total_tokens
             taken += engine.last_stats.steps

@@ -195,6 +195,7 @@ def test_a_recording_comes_back_from_its_tensors() -> None:
     assert short.tokens == [[*PROMPT, *ANSWER[:7]]] * 3 and short.correct.shape == (2, 21)
     assert short.successors is not None and short.successors[7].tolist() == [80, 81]
     assert run(Setting(TIDEConfig(mode="off")), short).tokens == 21
+    assert made.cut(7, shortest=41).tokens == [] and made.cut(7, shortest=40).tokens == short.tokens
     few = made.first(45).only((1,))
     assert few.successors is not None and few.successors.tolist()[-1] == [78, 79]
     assert len(few.tokens) == 1 and few.correct.shape == (1, 40) and few.layers == (1,)

@@ -67,14 +67,16 @@ class Recording:
             None if self.successors is None else self.successors[here],
         )  # fmt: skip
 
-    def cut(self, longest: int) -> Recording:
-        """The same with answers of at most so many tokens."""
-        lengths = [len(t) - p for t, p in zip(self.tokens, self.prompts, strict=True)]
-        kept = np.concatenate([np.arange(length) < longest for length in lengths])
+    def cut(self, longest: int, shortest: int = 0) -> Recording:
+        """The same with answers of at most so many tokens, and without shorter ones."""
+        texts = list(zip(self.tokens, self.prompts, strict=True))
+        kept = np.concatenate([
+            (np.arange(len(t) - p) < longest) & (len(t) - p >= shortest) for t, p in texts
+        ])  # fmt: skip
+        texts = [(t[: p + longest], p) for t, p in texts if len(t) - p >= shortest]
         return Recording(
-            self.n_layers, self.layers,
-            [t[: p + longest] for t, p in zip(self.tokens, self.prompts, strict=True)],
-            self.prompts, {name: values[:, kept] for name, values in self.scores.items()},
+            self.n_layers, self.layers, [t for t, _ in texts], [p for _, p in texts],
+            {name: values[:, kept] for name, values in self.scores.items()},
             self.correct[:, kept], None if self.successors is None else self.successors[kept],
         )  # fmt: skip
 
