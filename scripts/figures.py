@@ -126,6 +126,7 @@ def _gate(answer: str) -> float:
 _CODER = "modes_qwen2_5_coder_0_5b_batch_1"  # on held-out functions of HumanEval
 _LARGER = "modes_qwen2_5_coder_1_5b_batch_1"
 _SMALL = "modes_smollm2_batch_1"
+_GEMMA = "modes_gemma3_270m_batch_1"
 
 
 def _coder(method: str, source: str) -> dict[str, Any]:
@@ -192,6 +193,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "small_alone": lambda: _median("exit without drafts", _SMALL),
     "small_both": lambda: _median("exit, threshold scale 1", _SMALL),
     "small_perfect": lambda: _perfect("depth_smollm2"),
+    "gemma_head": lambda: _in_layers("head", "depth_gemma3_270m"),
+    "gemma_lossless": lambda: _median("lossless", _GEMMA),
+    "gemma_alone": lambda: _median("exit without drafts", _GEMMA),
+    "gemma_both": lambda: _median("exit, threshold scale 1", _GEMMA),
+    "gemma_gain": lambda: _gain(_GEMMA, "exit, threshold scale 1", "auto"),
+    "gemma_differ": lambda: percent(_coder("exit, threshold scale 1", _GEMMA)["disagreement"]),
+    "gemma_off": lambda: _median("off", _GEMMA),
     "larger_head": lambda: _in_layers("head", "depth_qwen2_5_coder_1_5b"),
     "larger_lossless": lambda: _median("lossless", _LARGER),
     "larger_alone": lambda: _median("exit without drafts", _LARGER),
