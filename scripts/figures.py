@@ -199,6 +199,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gemma_both": lambda: _median("exit, threshold scale 1", _GEMMA),
     "gemma_gain": lambda: _gain(_GEMMA, "exit, threshold scale 1", "auto"),
     "gemma_differ": lambda: percent(_coder("exit, threshold scale 1", _GEMMA)["disagreement"]),
+    "gemma_expected": lambda: " and ".join(
+        times(at["both"] / at["lossless"]) for at in read("depth_gemma3_270m")["expected"].values()
+    ),
     "gemma_off": lambda: _median("off", _GEMMA),
     "larger_head": lambda: _in_layers("head", "depth_qwen2_5_coder_1_5b"),
     "larger_lossless": lambda: _median("lossless", _LARGER),
