@@ -89,14 +89,13 @@ def compare(
 
     steps: dict[str, float] = {}
 
-    def run(name: str, longest: int | None = None) -> None:
+    def run(name: str, new: int = args.new) -> None:
         engine = engines[name]
         # Or it would draft from its own earlier answers to the same prompts.
         engine._machinery.recycled = RecycledPredictions()
         taken = tokens = 0
         for group in groups:
             ids, mask = pad_left(tokenizer, [t[:p] for t, p in group], engine.model.device)
-            new = longest or args.new
             engine.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)
             tokens += engine.last_stats.total_tokens
             taken += engine.last_stats.steps

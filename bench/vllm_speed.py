@@ -267,6 +267,9 @@ def main() -> None:
     wanted = max(sum(b + n * per_round(b) for b, n in part) for part in parts)
     if len(given) < wanted:
         raise SystemExit(f"There are {len(given)} prompts; that many --rounds need {wanted}.")
+    used = {"most_drafts": args.drafts} if args.what == "drafts" else {}
+    if args.what == "exits" and args.artifact is not None:
+        used = {"min_layers": args.min_layers, "threshold_scale": args.threshold_scale}
     results: list[dict[str, Any]] = []
     for found in itertools.chain.from_iterable(measure(args, methods, p, given) for p in parts):
         results.append(found)
@@ -287,13 +290,7 @@ def main() -> None:
             preloaded=[
                 Path(lib).name for lib in os.environ.get("LD_PRELOAD", "").split(":") if lib
             ],
-            **(
-                {"most_drafts": args.drafts}
-                if args.what == "drafts"
-                else {"min_layers": args.min_layers, "threshold_scale": args.threshold_scale}
-                if args.artifact
-                else {}
-            ),
+            **used,
         )
 
 

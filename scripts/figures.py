@@ -189,24 +189,24 @@ def _assisted(method: str) -> str:
 FIGURES: dict[str, Callable[[], str]] = {
     "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b"),
     "coder_gain": lambda: _gain(_CODER, "exit, threshold scale 1", "auto"),
-    "small_lossless": lambda: _median("lossless", _SMALL),
-    "small_alone": lambda: _median("exit without drafts", _SMALL),
-    "small_both": lambda: _median("exit, threshold scale 1", _SMALL),
+    **{
+        f"{name}_{what}": lambda method=method, source=source: _median(method, source)
+        for name, source in (("small", _SMALL), ("gemma", _GEMMA), ("larger", _LARGER))
+        for what, method in (
+            ("lossless", "lossless"),
+            ("alone", "exit without drafts"),
+            ("both", "exit, threshold scale 1"),
+            ("off", "off"),
+        )
+    },
     "small_perfect": lambda: _perfect("depth_smollm2"),
     "gemma_head": lambda: _in_layers("head", "depth_gemma3_270m"),
-    "gemma_lossless": lambda: _median("lossless", _GEMMA),
-    "gemma_alone": lambda: _median("exit without drafts", _GEMMA),
-    "gemma_both": lambda: _median("exit, threshold scale 1", _GEMMA),
     "gemma_gain": lambda: _gain(_GEMMA, "exit, threshold scale 1", "auto"),
     "gemma_differ": lambda: percent(_coder("exit, threshold scale 1", _GEMMA)["disagreement"]),
     "gemma_expected": lambda: " and ".join(
         times(at["both"] / at["lossless"]) for at in read("depth_gemma3_270m")["expected"].values()
     ),
-    "gemma_off": lambda: _median("off", _GEMMA),
     "larger_head": lambda: _in_layers("head", "depth_qwen2_5_coder_1_5b"),
-    "larger_lossless": lambda: _median("lossless", _LARGER),
-    "larger_alone": lambda: _median("exit without drafts", _LARGER),
-    "larger_both": lambda: _median("exit, threshold scale 1", _LARGER),
     "larger_gain": lambda: _gain(_LARGER, "exit, threshold scale 1", "auto"),
     "larger_differ": lambda: percent(_coder("exit, threshold scale 1", _LARGER)["disagreement"]),
     "certified_exits": lambda: _median("exit, risk 0.05"),
@@ -217,7 +217,6 @@ FIGURES: dict[str, Callable[[], str]] = {
         CERTIFIED, "exit, risk 0.02", "exit, risk 0.05", compiled=""
     ),
     "certified_off": lambda: _median("off"),
-    "larger_off": lambda: _median("off", _LARGER),
     "batch_4_off": lambda: _compiled("off, compiled", "bfloat16", batch=4),
     "certified_tokens": lambda: _expected_and_measured("tokens"),
     "certified_cost": lambda: _expected_and_measured("cost"),

@@ -13,7 +13,7 @@ import numpy as np
 _ASSUMED = {1: 1.0, 64: 1.0 + 0.015 * 63}
 _FAR = 1 << 20  # more tokens than a step can have
 _LONGEST = 60.0  # seconds of a step; a clock that shows more has jumped
-_RECENT = 31  # steps without drafts of which the median counts: a stall hardly moves it
+_RECENT = 31  # steps that count: without drafts, for a median that a stall hardly moves; or any
 _SOME = 0.2  # what drafts usually add to a step: a line is trusted where it was observed
 _REFRESH = 8, 128  # drafted steps after which one without drafts is due: at first, and at most
 _CLOSE = 1.1, 16  # below this gain, a step without drafts is due after so many at most
