@@ -161,6 +161,28 @@ def test_lossless_drafts_keep_the_token_ids_of_vllm(
     assert "exits" not in found
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [{"num_gpu_blocks_override": 20, "block_size": 32, "max_num_seqs": 8},
+     {"max_num_batched_tokens": 64}],
+    ids=["preemption", "prompts in chunks"],
+)  # fmt: skip
+def test_compiled_drafts_keep_the_token_ids_of_vllm(
+    smollm2_path: Path, prompts: list[list[int]], baseline: Any, limits: dict[str, int]
+) -> None:
+    speculative = {"method": "custom_class", "model": "tide.vllm.proposer.TableProposer",
+                   "num_speculative_tokens": 4}  # fmt: skip
+    found = case("answer", model=str(smollm2_path), prompts=prompts, new=NEW,
+                 tide={"mode": "lossless"},
+                 options={"speculative_config": speculative, **COMPILED, **limits})  # fmt: skip
+    assert found["answers"] == baseline["answers"]
+    assert found["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    if "num_gpu_blocks_override" in limits:
+        assert found["metrics"]["vllm:num_preemptions"] > 0
+    else:
+        assert max(map(len, prompts)) > limits["max_num_batched_tokens"]
+
+
 def test_drafts_without_an_artifact_keep_the_token_ids_of_vllm(
     smollm2_path: Path, prompts: list[list[int]], baseline: Any
 ) -> None:
