@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from scenarios import SCENARIOS, cuts, error, full_depth
@@ -27,9 +27,11 @@ from tide.exits.heads import SuccessorHead
 from tide.exits.policy import ScriptedPolicy
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
+from tide.models import model_state
 from tide.models.attach import attach
 from tide.models.compiled import CompiledRunner, CompiledStage, CompileWarning, make_pass
 from tide.models.fixed import FixedCache, bucket
+from tide.models.model_state import state_of
 from tide.models.segments import SegmentRunner
 from tide.models.tokens import TokenBatch
 from tiny import FAMILIES, VOCABULARY, tiny_model
@@ -246,6 +248,93 @@ def test_hooks_are_those_of_the_call(monkeypatch: Any) -> None:
     for handle in handles:
         handle.remove()
     assert torch.equal(tide.generate(**kwargs), before)
+
+
+def change_weight(model: Any) -> None:
+    model.model.layers[2].mlp.up_proj.weight.data.mul_(1.5)
+
+
+def convert(model: Any) -> None:
+    model.to(torch.bfloat16)
+
+
+def patch_forward(model: Any) -> None:
+    layer = model.model.layers[2].mlp
+    forward = layer.forward
+    layer.forward = lambda *args: 1.5 * forward(*args)
+
+
+def change_setting(model: Any) -> None:
+    model.model.layers[2].input_layernorm.variance_epsilon = 500.0
+
+
+def untie(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.roll(1, 0), requires_grad=False)
+
+
+def convert_buffer(model: Any) -> None:
+    model.model.rotary_emb.bfloat16()
+
+
+def change_config(model: Any) -> None:
+    model.config.sliding_window = 2
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("change", [change_weight, patch_forward, change_setting, untie])
+def test_the_model_is_that_of_the_call(change: Any) -> None:
+    """No graph checks its modules before each run, so a call looks whether they have changed."""
+    model = tiny_model("llama", tie_word_embeddings=True)
+    kwargs = {**prompts(1), **GREEDY, "eos_token_id": None}
+    tide = TIDE(model, compile=True)
+    before = tide.generate(**kwargs)
+    change(model)
+    expected = model.generate(**kwargs)
+    assert torch.equal(tide.generate(**kwargs), expected) and not torch.equal(before, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "change", [convert, patch_forward, change_setting, untie, convert_buffer, change_config]
+)
+def test_a_changed_model_has_another_state(change: Any) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    before = state_of(model)
+    assert state_of(model) == before
+    change(model)
+    assert state_of(model) != before
+
+
+@pytest.mark.usefixtures("traced")
+def test_every_stage_has_no_guards_on_modules(monkeypatch: Any) -> None:
+    """`torch.compile` takes the filter out of the options that it is given."""
+    seen: list[set[str]] = []
+    keep = model_state._checks_to_keep
+
+    def noted(found: Any) -> list[bool]:
+        kept = keep(found)
+        seen.append({g.name.split("[")[0] for g, wanted in zip(found, kept, strict=True) if wanted})
+        return kept
+
+    monkeypatch.setattr(model_state, "_checks_to_keep", noted)
+    runner = CompiledRunner(tiny_model("llama"))
+    assert list(runner.prepare([((0, 2), no_more), ((2, 6), no_more)], 1))
+    assert len(seen) == 4  # for one token and for several
+    assert all(kept <= {"", "packed", "hidden", "keys", "values"} for kept in seen)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("traced")
+def test_a_model_that_changes_from_call_to_call_runs_uncompiled() -> None:
+    model = tiny_model("llama")
+    runner = CompiledRunner(model)
+    stages = [((0, 6), no_more)]
+    for turn in range(4):
+        assert list(runner.prepare(stages, 1))
+        model.config.changed = turn
+    with pytest.warns(CompileWarning, match="changes from call to call"):
+        assert not list(runner.prepare(stages, 1))
 
 
 @pytest.mark.usefixtures("traced")

@@ -48,6 +48,7 @@ ALLOWED = {
     r"circuit breaker": "ours",
     r"range over rounds": "the spread between repeated measurements",
     r"bad words|tie word embeddings": "transformers' names",
+    r"tensor guards unsafe|guard filter fn": "torch's names",
     r"kind=|bisect left": "names of numpy and of Python",
     r"(bar|text|complete|remaining) column": "rich's classes",
     r"arrow left": "a key",

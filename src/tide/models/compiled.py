@@ -28,6 +28,7 @@ from tide.models.cache import WaterlineCache
 from tide.models.chunk import Chunk, Places
 from tide.models.fixed import FixedCache, GraphCache
 from tide.models.masks import explicit_mask
+from tide.models.model_state import compile_options, state_of
 from tide.models.runner import Stage, Then
 from tide.models.segments import SegmentRunner, call_segment
 from tide.models.selfcheck import require_equal
@@ -37,6 +38,7 @@ from tide.models.tokens import NOTES, TokenBatch
 LONGEST = 1 + MOST_NODES
 _SEVERAL = 4, 5  # sequences and tokens with which "several" is compiled; any others will do
 _PROMPT = 7  # tokens of the prompts on which graphs are proven
+_MOST_CHANGES = 4  # of a model between calls
 
 # From packed places, hidden states, keys and values to states and what follows from them.
 Graph = Callable[[Tensor, Tensor | None, list[Tensor], list[Tensor]], tuple[Tensor, Any]]
@@ -88,11 +90,13 @@ class CompiledRunner(SegmentRunner):
         super().__init__(model)
         # By whether there is one sequence, and one token of each: the stages, by depth.
         self._stages: dict[tuple[bool, bool], list[CompiledStage]] = {}
-        self._hooks: list[Any] = []  # of the model, when it was compiled
+        self._made_for: list[Any] = []  # the model as it was compiled; see `model_state.state_of`
+        self._changes = 0  # of the model since
         self._failed = False
 
     def new_cache(self, sequences: int, capacity: int | None = None) -> FixedCache:
         """An empty cache; see `DepthRunner.new_cache`."""
+        self._drop_if_changed()
         return FixedCache(self.n_layers, sequences, capacity)
 
     def prepare(self, stages: Sequence[Stage], sequences: int) -> Iterator[tuple[int, int]]:
@@ -102,10 +106,9 @@ class CompiledRunner(SegmentRunner):
         """
         if self._failed:
             return
-        hooks = _hooks(self.model)
-        if hooks != self._hooks:  # a graph has those with which it was compiled
-            self._stages.clear()
-            self._hooks = hooks
+        self._drop_if_changed()
+        if self._failed:
+            return
         # A batch ends with one sequence, when all others have ended.
         shapes = [(one, token) for one in {True, sequences == 1} for token in (True, False)]
         wanted = [shape for shape in shapes if not self._holds(stages, self._stages.get(shape, ()))]
@@ -128,6 +131,15 @@ class CompiledRunner(SegmentRunner):
                     f"compiling it failed with {type(error).__name__}: {'; '.join(lines[:3])}"
                 )
                 return
+
+    def _drop_if_changed(self) -> None:
+        """Drop the graphs if the model is not as it was when they were compiled."""
+        if not self._stages or state_of(self.model) == self._made_for:
+            return
+        self._stages.clear()
+        self._changes += 1
+        if self._changes == _MOST_CHANGES:
+            self._give_up("it changes from call to call, and is not compiled for each")
 
     def _give_up(self, reason: str) -> None:
         """Run uncompiled from now on."""
@@ -158,8 +170,8 @@ class CompiledRunner(SegmentRunner):
         if any(stage.recompiled for stage in stages):
             # Each number of tokens would be compiled by itself, for minutes.
             self._give_up(
-                "something changed after it was compiled: autocast, the number of threads, "
-                "training mode or an adapter"
+                "something changed after it was compiled: autocast, gradients, or the number of "
+                "threads"
             )
         # In a CUDA graph, the next run writes to the same memory.
         return hidden.clone() if hidden.is_cuda else hidden, result
@@ -207,14 +219,16 @@ class CompiledRunner(SegmentRunner):
         for cache in (expected, got):
             self.run(TokenBatch(ids[:, :_PROMPT], given), 0, self.n_layers, cache=cache)
         hidden: Tensor | None = None
-        # On a GPU, CUDA graphs: there the host is what a step waits for.
-        mode = "reduce-overhead" if self.input_device.type == "cuda" else None
         backend = backend_of(self.input_device, self.model.dtype, sequences * new_tokens)
         for (lo, hi), then in stages:
             segment = self._segment(lo, hi, False)
             uncompiled = make_pass(segment, lo, self.config, self.model.dtype, then)
             graph = torch.compile(
-                uncompiled, fullgraph=True, dynamic=False, backend=backend, mode=mode
+                uncompiled,
+                fullgraph=True,
+                dynamic=False,
+                backend=backend,
+                options=compile_options(self.input_device),
             )
             stage = CompiledStage(lo, hi, then, segment, graph, uncompiled.__code__)
             chunk = got.open(tokens, (lo, hi), device=self.input_device)
@@ -233,6 +247,7 @@ class CompiledRunner(SegmentRunner):
                     for own, reference in pairs:
                         require_equal(self.model, what, own.flatten(1), reference.flatten(1))
             yield stage
+        self._made_for = state_of(self.model)
 
 
 def _require_result(model: Any, got: Tensor | None, expected: Any, valid: Tensor) -> None:
@@ -252,15 +267,6 @@ def _require_result(model: Any, got: Tensor | None, expected: Any, valid: Tensor
             f"{model.__class__.__name__}: compiled, {differ} of {int(valid.sum())} tokens differ "
             "from the uncompiled ones."
         )
-
-
-def _hooks(model: nn.Module) -> list[Any]:
-    """The hooks on the modules of a model, by identity."""
-    return [
-        (id(module), *module._forward_hooks, *module._forward_pre_hooks)
-        for module in model.modules()
-        if module._forward_hooks or module._forward_pre_hooks
-    ]
 
 
 def make_pass(
