@@ -32,7 +32,7 @@ def _built(monkeypatch: Any) -> None:
 
 def make_gate(
     thresholds: Thresholds = ALL, *, norm: str = "rms", strategy: str = "affine",
-    reduced: bool = True, bias: bool = False, scales: bool = False,
+    reduced: bool = True, bias: bool = False, scales: bool = False, halved: bool = False,
 ) -> ExitGate:  # fmt: skip
     torch.manual_seed(0)
     config: Any = SimpleNamespace(vocab_size=VOCABULARY)
@@ -50,11 +50,15 @@ def make_gate(
     )  # fmt: skip
     for parameter in [*gate.parameters(), *normed.parameters()]:
         parameter.data.normal_(0, 0.3)
+    gate.requires_grad_(False)
+    if halved:  # as heads are fitted: bfloat16 has all of it
+        for parameter in gate.head.parameters():
+            parameter.copy_(parameter.bfloat16())
     for module in gate.modules():
         if isinstance(module, ConfidenceModel):
             module.mean.normal_()
             module.spread.uniform_(0.5, 2)
-    return gate.requires_grad_(False)
+    return gate
 
 
 def tokens(count: int) -> tuple[Tensor, Tensor]:
@@ -70,8 +74,8 @@ def tokens(count: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"norm": "layer"}, {"strategy": "identity"}, {"reduced": False}, {"bias": True},
-        {"scales": True}, {"thresholds": replace(ALL, router=None)},
+        {}, {"halved": True}, {"norm": "layer"}, {"strategy": "identity"}, {"reduced": False},
+        {"bias": True}, {"scales": True}, {"thresholds": replace(ALL, router=None)},
         {"thresholds": replace(ALL, prefilter=None)},
         {"thresholds": Thresholds(router=0.36)}, {"thresholds": Thresholds(top_probability=0.028)},
         {"thresholds": replace(ALL, top_probability=0.028)},

@@ -133,6 +133,9 @@ def fit_heads(
             progress(done, total)
     for _, head in trained:
         head.cpu().requires_grad_(False)
+        assert head.affine is not None
+        weight = head.affine.weight
+        weight.copy_(weight.bfloat16())  # compiled gates then read half the bytes; see `FusedGate`
 
 
 def _target(piece: Batch, readout: Readout) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,29 @@ class FusedGate:
         if confidence_model is not None and thresholds.confidence is not None:
             self.confidence = confidence_arguments(confidence_model, thresholds.confidence)
         self.top_probability = thresholds.top_probability or 0.0
+        if self.native:
+            self._pack()
+
+    @torch.no_grad()
+    def _pack(self) -> None:
+        """Put the weights that only this gate reads into one tensor, in the order of the operator.
+
+        A graph pays for every tensor that it is given, and there would be more of a gate's than of
+        a layer's. The affine map stays a tensor of its own, in bfloat16 if that has all of it.
+        """
+        fixed, fixed_bias, self._places = self.candidates
+        self._affine = affine_bias = None
+        if self.affine is not None:
+            affine_bias, rounded = self.affine.bias, self.affine.weight.bfloat16()
+            weight = self.affine.weight
+            self._affine = (rounded if rounded.equal(weight) else weight).contiguous()
+        parts = (
+            affine_bias, fixed, fixed_bias, *self.router[:5], *self.prefilter[:4],
+            *self.confidence[:4],
+        )  # fmt: skip
+        there = (torch.empty(0) if part is None else part.flatten() for part in parts)
+        self._weights = torch.cat(list(there))
+        self._sizes = [0 if part is None else part.numel() for part in parts]
 
     def takes(self, states: Tensor) -> bool:
         """Whether it decides for such states, and norm and head have no hook by now."""
@@ -71,10 +94,10 @@ class FusedGate:
 
     def _decide(self, states: Tensor, notes: Tensor, norm: Norm, head: Head) -> Tensor:
         of, weight, bias, eps = norm
-        affine = (None, None) if self.affine is None else (self.affine.weight, self.affine.bias)
         return torch.ops.tide.decide_exits(
-            states.contiguous(), notes, *affine, weight, bias, eps, of == "layer", *self.router,
-            *head, *self.candidates, self.readout.vocabulary, *self.prefilter, *self.confidence,
+            states.contiguous(), notes, self._affine, self._weights, self._sizes, weight, bias, eps,
+            of == "layer", *head, self._places, self.readout.vocabulary, self.router.router_eps,
+            self.router.router_threshold, self.prefilter.threshold, self.confidence.threshold,
             self.top_probability,
         )  # fmt: skip
 

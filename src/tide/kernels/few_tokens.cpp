@@ -37,6 +37,26 @@ inline Vector load(const float* from) {
   return found;
 }
 
+// Loads bits of bfloat16: a float is the same bits, with zeros after them.
+inline Vector load(const uint16_t* from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  typedef uint32_t Wholes __attribute__((vector_size(4 * kLanes)));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const Wholes wholes = __builtin_convertvector(halves, Wholes) << 16;
+  Vector found;
+  std::memcpy(&found, &wholes, sizeof found);
+  return found;
+}
+
+inline float value(float of) { return of; }
+inline float value(uint16_t of) {
+  const uint32_t whole = static_cast<uint32_t>(of) << 16;
+  float found;
+  std::memcpy(&found, &whole, sizeof found);
+  return found;
+}
+
 inline float sum(Vector of) {
   float lanes[kLanes];
   std::memcpy(lanes, &of, sizeof lanes);
@@ -49,8 +69,8 @@ struct Sizes {
   int64_t in, out;
 };
 
-template <int rows, int tokens>
-inline void tile(const float* x, const float* weight, const float* bias, float* y, Sizes n) {
+template <int rows, int tokens, typename Weight>
+inline void tile(const float* x, const Weight* weight, const float* bias, float* y, Sizes n) {
   Vector sums[rows][tokens] = {};
   int64_t k = 0;
   for (; k + kLanes <= n.in; k += kLanes) {
@@ -64,14 +84,14 @@ inline void tile(const float* x, const float* weight, const float* bias, float* 
   for (int t = 0; t < tokens; ++t)
     for (int r = 0; r < rows; ++r) {
       float total = sum(sums[r][t]);
-      for (int64_t i = k; i < n.in; ++i) total += weight[r * n.in + i] * x[t * n.in + i];
+      for (int64_t i = k; i < n.in; ++i) total += value(weight[r * n.in + i]) * x[t * n.in + i];
       y[t * n.out + r] = bias ? total + bias[r] : total;
     }
 }
 
 // All tokens, by tiles that are as wide as possible.
-template <int rows, int tokens>
-inline void strip(const float* x, const float* weight, const float* bias, float* y, int64_t left,
+template <int rows, int tokens, typename Weight>
+inline void strip(const float* x, const Weight* weight, const float* bias, float* y, int64_t left,
                   Sizes n) {
   for (; left >= tokens; left -= tokens, x += tokens * n.in, y += tokens * n.out)
     tile<rows, tokens>(x, weight, bias, y, n);
@@ -87,6 +107,28 @@ bool takes(const at::Tensor& x, const at::Tensor& weight, const std::optional<at
   return added && weight.size(1) == x.size(-1);  // else torch's own tells what is wrong
 }
 
+// y = weight x + bias of a few tokens, on all threads; bits of bfloat16 are a weight too.
+template <typename Weight>
+void multiply(const float* x, const Weight* weight, const float* bias, float* y, int64_t tokens,
+              Sizes n) {
+  const int64_t grain = 1 + kWorthAThread / (kRows * n.in * tokens);
+  at::parallel_for(0, (n.out + kRows - 1) / kRows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * kRows; row < std::min(end * kRows, n.out); row += kRows) {
+      const float* here = bias ? bias + row : nullptr;
+      if (row + kRows <= n.out) {
+        strip<kRows, kTokens>(x, weight + row * n.in, here, y + row, tokens, n);
+      } else {
+        for (int64_t r = row; r < n.out; ++r)
+          strip<1, kTokens>(x, weight + r * n.in, bias ? bias + r : bias, y + r, tokens, n);
+      }
+    }
+  });
+}
+
+const float* data(const std::optional<at::Tensor>& of) {
+  return of ? of->const_data_ptr<float>() : nullptr;
+}
+
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias) {
   const Sizes n{x.size(-1), weight.size(0)};
@@ -96,21 +138,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
   auto shape = x.sizes().vec();
   shape.back() = n.out;
   at::Tensor y = at::empty(shape, x.options());
-  const float *from = x.const_data_ptr<float>(), *rows = weight.const_data_ptr<float>();
-  const float* added = bias ? bias->const_data_ptr<float>() : nullptr;
-  float* to = y.mutable_data_ptr<float>();
-  const int64_t grain = 1 + kWorthAThread / (kRows * n.in * tokens);
-  at::parallel_for(0, (n.out + kRows - 1) / kRows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin * kRows; row < std::min(end * kRows, n.out); row += kRows) {
-      const float* here = added ? added + row : nullptr;
-      if (row + kRows <= n.out) {
-        strip<kRows, kTokens>(from, rows + row * n.in, here, to + row, tokens, n);
-      } else {
-        for (int64_t r = row; r < n.out; ++r)
-          strip<1, kTokens>(from, rows + r * n.in, added ? added + r : added, to + r, tokens, n);
-      }
-    }
-  });
+  multiply(x.const_data_ptr<float>(), weight.const_data_ptr<float>(), data(bias),
+           y.mutable_data_ptr<float>(), tokens, n);
   return y;
 }
 

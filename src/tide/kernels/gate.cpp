@@ -4,11 +4,11 @@
 // candidates, and for the others the exit head is read. Follows `few_tokens.cpp`, whose `linear` it
 // calls.
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/zeros.h>
 
 #include <cmath>
+#include <numeric>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -20,7 +20,41 @@ Tensor numbers(std::vector<int64_t>& of) {
   return at::from_blob(of.data(), {static_cast<int64_t>(of.size())}, at::kLong);
 }
 
-const float* data(const Maybe& of) { return of ? of->const_data_ptr<float>() : nullptr; }
+// y = weight x + bias without torch's own product, which takes long to begin; bits of bfloat16, which
+// torch would first convert as a whole, never go to it.
+template <typename Weight>
+Tensor product(const Tensor& x, const Weight* weight, const float* bias, int64_t out) {
+  const int64_t tokens = x.size(0), in = x.size(1);
+  if constexpr (std::is_same_v<Weight, float>) {
+    if (tokens > kMost) {
+      const auto as_tensor = [](const float* of, at::IntArrayRef shape) {
+        return at::from_blob(const_cast<float*>(of), shape, at::kFloat);
+      };
+      const Maybe added = bias ? Maybe(as_tensor(bias, {out})) : std::nullopt;
+      return at::linear(x, as_tensor(weight, {out, in}), added);
+    }
+  }
+  Tensor y = at::empty({tokens, out}, x.options());
+  const float* from = x.const_data_ptr<float>();
+  float* to = y.mutable_data_ptr<float>();
+  for (int64_t t = 0; t < tokens; t += kMost)
+    multiply(from + t * in, weight, bias, to + t * out, std::min(kMost, tokens - t), {in, out});
+  return y;
+}
+
+// States after the residual affine map of an exit head, if it has one.
+Tensor transformed(const Tensor& states, const Maybe& affine, const float* bias) {
+  if (!affine) return states.clone();
+  const int64_t size = states.size(1);
+  const void* weight = affine->const_data_ptr();
+  Tensor read = affine->scalar_type() == at::kBFloat16
+                    ? product(states, static_cast<const uint16_t*>(weight), bias, size)
+                    : product(states, static_cast<const float*>(weight), bias, size);
+  const float* from = states.const_data_ptr<float>();
+  float* sums = read.mutable_data_ptr<float>();
+  for (int64_t k = 0; k < states.numel(); ++k) sums[k] += from[k];
+  return read;
+}
 
 float dot(const float* a, const float* b, int64_t n) {
   Vector sums = {};
@@ -62,19 +96,49 @@ struct Scale {
 float silu(float x) { return x / (1 + std::exp(-x)); }
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-// A confidence model: two linear maps with SiLU between them.
+constexpr size_t kParts = 16;
+
+// The weights that only this gate reads, one after the other; a part of size 0 is not there.
+struct Parts {
+  const float* weights;
+  at::IntArrayRef sizes;
+  size_t at = 0;
+  struct Part {
+    const float* of;
+    int64_t size;
+  };
+  Part next() {
+    const int64_t size = sizes[at++];
+    const float* of = size ? weights : nullptr;
+    weights += size;
+    return {of, size};
+  }
+};
+
+// Two linear maps with SiLU between them: a router, or a confidence model.
 struct Model {
   const float *inner, *inner_bias, *outer, *outer_bias;
   int64_t width, features;
-  Model(const Maybe& a, const Maybe& b, const Maybe& c, const Maybe& d)
-      : inner(data(a)), inner_bias(data(b)), outer(data(c)), outer_bias(data(d)),
-        width(a ? a->size(0) : 0), features(a ? a->size(1) : 0) {}
+  explicit Model(Parts& parts) {
+    const auto [first, size] = parts.next();
+    inner = first;
+    const auto [bias, many] = parts.next();
+    inner_bias = bias, width = many;
+    features = width ? size / width : 0;
+    outer = parts.next().of, outer_bias = parts.next().of;
+  }
   explicit operator bool() const { return inner != nullptr; }
-  float operator()(const float* of) const {
+  // What follows the inner map.
+  float finish(const float* from) const {
     float total = *outer_bias;
+    for (int64_t w = 0; w < width; ++w) total += outer[w] * silu(from[w]);
+    return total;
+  }
+  float operator()(const float* of) const {
+    std::vector<float> values(width);
     for (int64_t w = 0; w < width; ++w)
-      total += outer[w] * silu(inner_bias[w] + dot(inner + w * features, of, features));
-    return sigmoid(total);
+      values[w] = inner_bias[w] + dot(inner + w * features, of, features);
+    return sigmoid(finish(values.data()));
   }
 };
 
@@ -121,41 +185,54 @@ void confidence_features(const Tops& found, float routed, int64_t token, const i
   to[7] = std::max(-table, 0.0f);
 }
 
-Tensor decide_exits(
-    const Tensor& states, const Tensor& notes, const Maybe& affine, const Maybe& affine_bias,
-    const Maybe& norm_weight, const Maybe& norm_bias, double norm_eps, bool centred,
-    const Maybe& router_norm, const Maybe& down, const Maybe& down_bias, const Maybe& up,
-    const Maybe& up_bias, double router_eps, std::optional<double> router_threshold,
-    const Tensor& head, const Maybe& head_bias, double multiplier, double cap, const Maybe& fixed,
-    const Maybe& fixed_bias, const Maybe& places, const Maybe& vocabulary, const Maybe& p_inner,
-    const Maybe& p_inner_bias, const Maybe& p_outer, const Maybe& p_outer_bias, double p_threshold,
-    const Maybe& c_inner, const Maybe& c_inner_bias, const Maybe& c_outer,
-    const Maybe& c_outer_bias, double c_threshold, double top_probability) {
+Tensor decide_exits(const Tensor& states, const Tensor& notes, const Maybe& affine,
+                    const Tensor& weights, at::IntArrayRef sizes, const Maybe& norm_weight,
+                    const Maybe& norm_bias, double norm_eps, bool centred, const Tensor& head,
+                    const Maybe& head_bias, double multiplier, double cap, const Maybe& places,
+                    const Maybe& vocabulary, double router_eps,
+                    std::optional<double> router_threshold, double prefilter_threshold,
+                    double confidence_threshold, double top_probability) {
   const int64_t n = states.size(0), size = states.size(1);
   TORCH_CHECK(states.scalar_type() == at::kFloat && states.is_contiguous() &&
                   head.scalar_type() == at::kFloat && head.is_contiguous(),
               "tide::decide_exits takes contiguous float32 states and heads");
+  TORCH_CHECK(!affine || (affine->is_contiguous() && affine->numel() == size * size &&
+                          (affine->scalar_type() == at::kFloat ||
+                           affine->scalar_type() == at::kBFloat16)),
+              "tide::decide_exits takes a contiguous affine map, float32 or bfloat16");
+  TORCH_CHECK(sizes.size() == kParts && weights.is_contiguous() &&
+                  weights.numel() == std::accumulate(sizes.begin(), sizes.end(), int64_t{0}),
+              "tide::decide_exits takes ", kParts, " parts in one contiguous tensor");
   const Scale scale{static_cast<float>(multiplier), static_cast<float>(cap)};
   const Tensor noted = notes.contiguous();
   const int64_t* note = noted.const_data_ptr<int64_t>();
   const int64_t noted_size = notes.size(1);
-  Tensor decision = at::zeros({n, 3}, states.options());
+  Tensor decision = at::empty({n, 3}, states.options());
   float* to = decision.mutable_data_ptr<float>();
-  Tensor read = affine ? states + ::linear(states, *affine, affine_bias) : states.clone();
+  std::fill(to, to + 3 * n, 0.0f);
+  if (!n) return decision;
+
+  // In the order of `FusedGate`.
+  Parts parts{weights.const_data_ptr<float>(), sizes};
+  const float* affine_bias = parts.next().of;
+  const auto [fixed, fixed_size] = parts.next();
+  const float* fixed_bias = parts.next().of;
+  const float* router_norm = parts.next().of;
+  const Model router(parts), prefilter(parts), confidence(parts);
+
+  Tensor read = transformed(states, affine, affine_bias);
   norm(read, data(norm_weight), data(norm_bias), norm_eps, centred);
   const float* normed = read.const_data_ptr<float>();
 
-  // By candidates.
-  const Model prefilter(p_inner, p_inner_bias, p_outer, p_outer_bias);
   std::vector<int64_t> passed;
   Tensor among;
-  if (prefilter) among = ::linear(read, *fixed, fixed_bias);
+  const int64_t count = fixed_size / size;
+  if (prefilter) among = product(read, fixed, fixed_bias, count);
   for (int64_t t = 0; t < n; ++t) {
     const int64_t* told = note + t * noted_size;
     float& score = to[3 * t + 2] = NAN;
     bool exits = told[0] != 0;
     if (prefilter) {
-      const int64_t count = fixed->size(0);
       std::vector<float> logits(count + 2);
       const float* given = among.const_data_ptr<float>() + t * count;
       for (int64_t k = 0; k < count; ++k) logits[k] = scale(given[k]);
@@ -174,24 +251,21 @@ Tensor decide_exits(
       float features[7];
       candidate_features(logits.data(), count + 2, told, features);
       score = prefilter(features);
-      exits = exits && score >= p_threshold;
+      exits = exits && score >= prefilter_threshold;
     }
     if (exits) passed.push_back(t);
   }
 
-  // By the router.
   std::vector<float> routed(passed.size(), 0);
-  if (down && !passed.empty()) {
+  if (router && !passed.empty()) {
     Tensor some = states.index_select(0, numbers(passed));
-    norm(some, data(router_norm), nullptr, router_eps, false);
-    const Tensor inner = ::linear(some, *down, down_bias);
-    const float *from = inner.const_data_ptr<float>(), *outer = data(up);
-    const int64_t width = inner.size(1);
+    norm(some, router_norm, nullptr, router_eps, false);
+    const Tensor inner = product(some, router.inner, router.inner_bias, router.width);
+    const float* from = inner.const_data_ptr<float>();
     std::vector<int64_t> kept;
     std::vector<float> of_kept;
-    for (size_t k = 0; k < passed.size(); ++k, from += width) {
-      float total = *data(up_bias);
-      for (int64_t w = 0; w < width; ++w) total += outer[w] * silu(from[w]);
+    for (size_t k = 0; k < passed.size(); ++k, from += router.width) {
+      const float total = router.finish(from);
       if (router_threshold) {
         float& score = to[3 * passed[k] + 2] = sigmoid(total);
         if (!(score >= *router_threshold)) continue;  // NaN exits nowhere
@@ -209,13 +283,12 @@ Tensor decide_exits(
   if (static_cast<int64_t>(passed.size()) < n)
     some = read.index_select(0, numbers(passed));
   Tensor logits = ::linear(some, head, head_bias);
-  const Model confidence(c_inner, c_inner_bias, c_outer, c_outer_bias);
-  const int64_t count = head.size(0);
+  const int64_t read_tokens = head.size(0);
   float* row = logits.mutable_data_ptr<float>();
-  for (size_t k = 0; k < passed.size(); ++k, row += count) {
+  for (size_t k = 0; k < passed.size(); ++k, row += read_tokens) {
     if (multiplier != 1 || cap)
-      for (int64_t v = 0; v < count; ++v) row[v] = scale(row[v]);
-    const Tops found(row, count);
+      for (int64_t v = 0; v < read_tokens; ++v) row[v] = scale(row[v]);
+    const Tops found(row, read_tokens);
     const int64_t t = passed[k], *told = note + t * noted_size;
     const int64_t token =
         vocabulary ? vocabulary->const_data_ptr<int64_t>()[found.index] : found.index;
@@ -224,7 +297,7 @@ Tensor decide_exits(
       float features[8];
       confidence_features(found, routed[k], token, told, features);
       to[3 * t + 2] = confidence(features);
-      exits = to[3 * t + 2] >= c_threshold;
+      exits = to[3 * t + 2] >= confidence_threshold;
     }
     exits = exits && std::exp(found.first - found.total) >= top_probability;
     to[3 * t] = exits;
@@ -237,14 +310,11 @@ Tensor decide_exits(
 
 TORCH_LIBRARY_FRAGMENT(tide, library) {
   library.def(
-      "decide_exits(Tensor states, Tensor notes, Tensor? affine, Tensor? affine_bias, "
-      "Tensor? norm_weight, Tensor? norm_bias, float norm_eps, bool centred, Tensor? router_norm, "
-      "Tensor? down, Tensor? down_bias, Tensor? up, Tensor? up_bias, float router_eps, "
-      "float? router_threshold, Tensor head, Tensor? head_bias, float multiplier, float cap, "
-      "Tensor? fixed, Tensor? fixed_bias, Tensor? places, Tensor? vocabulary, Tensor? p_inner, "
-      "Tensor? p_inner_bias, Tensor? p_outer, Tensor? p_outer_bias, float p_threshold, "
-      "Tensor? c_inner, Tensor? c_inner_bias, Tensor? c_outer, Tensor? c_outer_bias, "
-      "float c_threshold, float top_probability) -> Tensor");
+      "decide_exits(Tensor states, Tensor notes, Tensor? affine, Tensor weights, int[] sizes, "
+      "Tensor? norm_weight, Tensor? norm_bias, float norm_eps, bool centred, Tensor head, "
+      "Tensor? head_bias, float multiplier, float cap, Tensor? places, Tensor? vocabulary, "
+      "float router_eps, float? router_threshold, float prefilter_threshold, "
+      "float confidence_threshold, float top_probability) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tide, CPU, library) { library.impl("decide_exits", &decide_exits); }
