@@ -306,6 +306,22 @@ def test_a_changed_model_has_another_state(change: Any) -> None:
     assert state_of(model) != before
 
 
+@torch.no_grad()
+@pytest.mark.usefixtures("traced")
+def test_other_calls_of_the_model_compile_nothing_anew() -> None:
+    """`generate` notes the length of a static cache on the model; other engines run in turn."""
+    model = tiny_model("llama")
+    tide, other = TIDE(model, compile=True), TIDE(model)
+    kwargs = {**prompts(1), **GREEDY, "eos_token_id": None}
+    compiled: list[Any] = []
+    for new in (4, 6, 8):
+        tide.generate(**kwargs | {"max_new_tokens": new})
+        compiled.append([*tide.runner._stages.values()])
+        other.generate(**kwargs)
+        model.generate(**kwargs | {"max_new_tokens": new}, cache_implementation="static")
+    assert compiled[0] and all(stages == compiled[0] for stages in compiled)
+
+
 @pytest.mark.usefixtures("traced")
 def test_every_stage_has_no_guards_on_modules(monkeypatch: Any) -> None:
     """`torch.compile` takes the filter out of the options that it is given."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 _ARGUMENTS = "packed", "hidden", "keys", "values"  # of a pass
 _SIMPLE = {bool, int, float, str, type(None)}
@@ -23,7 +24,8 @@ def state_of(model: nn.Module) -> list[Any]:
 
     Its config, and of each module the hooks, training mode, other attributes (those of adapters,
     for one) and which weights there are; not their values, which graphs read where they are. Code
-    that replaces a class's own is not noticed, nor are attributes that are objects.
+    that replaces a class's own is not noticed, nor are attributes that are objects, nor those of
+    whole models: `generate` keeps there what its last call was.
     """
     config = getattr(model, "config", None)
     of_config = None if config is None else config.to_dict()
@@ -32,10 +34,11 @@ def state_of(model: nn.Module) -> list[Any]:
 
 def _state_of_module(module: nn.Module) -> tuple[Any, ...]:
     weights = chain(module._parameters.items(), module._buffers.items())
+    own = {} if isinstance(module, PreTrainedModel) else vars(module)
     return (
         id(module), type(module), vars(module).get("forward"),
         *module._forward_hooks, *module._forward_pre_hooks,
-        *((name, repr(value)) for name, value in vars(module).items()
+        *((name, repr(value)) for name, value in own.items()
           if name not in _OF_EVERY_MODULE and _is_simple(value)),
         *((name, type(t.data), t.dtype, t.shape, t.stride(), t.device)
           for name, t in weights if t is not None),
