@@ -4,6 +4,7 @@
 
 The model is cut to its first layers. Passes are timed in turn: to the gate, to the same depth
 without one, and some layers further. What a gate costs is how much longer a pass takes with it.
+Equal passes differ by some percent with where their memory lies, so each is built several times.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def main() -> None:
     options.add_argument("--dtype", default="float32")
     options.add_argument("--vocabulary", type=int, default=8192, help="tokens of the exit head")
     options.add_argument("--repeats", type=int, default=300)
+    options.add_argument("--builds", type=int, default=5, help="the median of them is reported")
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -48,13 +50,21 @@ def main() -> None:
     model.config.num_hidden_layers = LAYERS
     with torch.no_grad():
         results = {
-            way: measure(model, compiled, args.vocabulary, args.repeats)
+            way: several(model, compiled, args)
             for way, compiled in (("uncompiled", False), ("compiled", True))
         }
     report(
         "gates, in layers", args, results, dtype=args.dtype, vocabulary=args.vocabulary,
-        candidates=CANDIDATES, repeats=args.repeats,
+        candidates=CANDIDATES, repeats=args.repeats, builds=args.builds,
     )  # fmt: skip
+
+
+def several(model: Any, compiled: bool, args: Any) -> dict[str, Any]:
+    """What `measure` finds, by the median of several builds, and from where to where a no goes."""
+    found = [measure(model, compiled, args.vocabulary, args.repeats) for _ in range(args.builds)]
+    medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
+    every_no = [each["no"] for each in found]
+    return {**medians, "no_range": [min(every_no), max(every_no)]}
 
 
 def measure(model: Any, compiled: bool, vocabulary: int, repeats: int) -> dict[str, float]:

@@ -37,11 +37,11 @@ def gate_costs() -> str:
     found = measured("gate_costs_{}")
     rows = [
         (name(of), way, f"{1e3 * cost['layer_seconds']:.2f}", f"{cost['no']:.2f}",
-         f"{cost['yes']:.2f}")
+         "{:.2f} to {:.2f}".format(*cost["no_range"]), f"{cost['yes']:.2f}")
         for of in found.values() for way, cost in of["results"].items()
     ]  # fmt: skip
     head = ("model", "segments", "a layer, ms", "a gate in layers, token continues",
-            "token exits")  # fmt: skip
+            "range over builds", "token exits")  # fmt: skip
     return table(head, rows) + conditions(_shared(found.values()))
 
 
