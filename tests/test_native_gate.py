@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tide.exits.candidates import CandidateReadout, Prefilter
@@ -33,13 +34,18 @@ def _built(monkeypatch: Any) -> None:
 def make_gate(
     thresholds: Thresholds = ALL, *, norm: str = "rms", strategy: str = "affine",
     reduced: bool = True, bias: bool = False, scales: bool = False, halved: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> ExitGate:  # fmt: skip
     torch.manual_seed(0)
     config: Any = SimpleNamespace(vocab_size=VOCABULARY)
     if scales:
         config.final_logit_softcapping, config.logit_scale = 3.0, 0.5
-    normed = LlamaRMSNorm(HIDDEN) if norm == "rms" else nn.LayerNorm(HIDDEN)
+    norms: dict[str, Any] = {"rms": LlamaRMSNorm, "gemma": Gemma3RMSNorm, "layer": nn.LayerNorm}
+    normed = norms[norm](HIDDEN)
     head = nn.Linear(HIDDEN, VOCABULARY, bias=bias)
+    # Halved, as heads are fitted: bfloat16 has all of it.
+    rounded = torch.bfloat16 if halved else dtype
+    head.to(rounded).to(dtype)
     some = torch.randperm(VOCABULARY)[:50].sort().values if reduced else None
     readout = Readout(normed, head, config, some)
     known = torch.arange(VOCABULARY) if some is None else some
@@ -51,9 +57,8 @@ def make_gate(
     for parameter in [*gate.parameters(), *normed.parameters()]:
         parameter.data.normal_(0, 0.3)
     gate.requires_grad_(False)
-    if halved:  # as heads are fitted: bfloat16 has all of it
-        for parameter in gate.head.parameters():
-            parameter.copy_(parameter.bfloat16())
+    for module in (normed, gate.head):
+        module.to(rounded).to(dtype)
     for module in gate.modules():
         if isinstance(module, ConfidenceModel):
             module.mean.normal_()
@@ -103,19 +108,60 @@ def test_it_decides_as_the_gate_does(changes: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def test_a_graph_has_it_as_one_operation() -> None:
-    gate = make_gate()
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"norm": "layer"}, {"norm": "gemma"}, {"strategy": "identity"}, {"reduced": False},
+        {"bias": True}, {"scales": True}, {"thresholds": replace(ALL, prefilter=None)},
+        {"thresholds": Thresholds(top_probability=0.028)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_half_precision_gate_decides_as_one_of_equal_weights(changes: dict[str, Any]) -> None:
+    """Its weights and states are bfloat16; of few tokens it rounds nothing else to that."""
+    exits = 0
+    for count, tolerance in ((1, 1e-4), (5, 1e-4), (20, 1e-4), (40, 2e-2)):
+        states, notes = tokens(count)
+        states = states.bfloat16()
+        expected = make_gate(halved=True, **changes).decide(states.float(), notes).pack()
+        gate = make_gate(halved=True, dtype=torch.bfloat16, **changes)
+        gate.fuse(compiled=True)
+        assert gate.fused is not None and gate.fused.native and gate.fused.takes(states)
+        got = gate(states, notes)
+        assert got.dtype is torch.float32
+        differ = got[:, 0] != expected[:, 0]
+        passed = (got * expected)[:, 0] != 0
+        differ[passed] = got[passed, 1] != expected[passed, 1]
+        assert differ.sum() <= (0 if count <= 20 else 2)  # near-ties
+        passed &= ~differ
+        torch.testing.assert_close(
+            got[passed, 2], expected[passed, 2], atol=tolerance, rtol=tolerance, equal_nan=True
+        )
+        exits += int(passed.sum())
+    assert 0 < exits < 66
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_has_it_as_one_operation(dtype: torch.dtype) -> None:
+    gate = make_gate(halved=True, dtype=dtype)
     states, notes = tokens(6)
-    expected = gate.decide(states, notes).pack()
+    states = states.to(dtype)
+    exact = make_gate(halved=True)
+    expected = exact.decide(states.float(), notes).pack()
     gate.fuse(compiled=True)
-    seen: list[Any] = []
+    seen: dict[Any, torch.dtype] = {}
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and "example_value" in node.meta:
+                seen[getattr(node.target, "overloadpacket", node.target)] = node.meta[
+                    "example_value"
+                ].dtype
         return graph
 
     got = torch.compile(lambda *of: gate(*of), backend=backend, fullgraph=True)(states, notes)
-    assert torch.ops.tide.decide_exits in [getattr(t, "overloadpacket", t) for t in seen]
+    assert seen[torch.ops.tide.decide_exits] is got.dtype is torch.float32
     torch.testing.assert_close(got[:, 0], expected[:, 0])
     torch._dynamo.reset()
 
@@ -160,9 +206,36 @@ def test_a_long_tail_of_unlikely_tokens_counts() -> None:
     torch.testing.assert_close(gate(states, notes), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_an_operator_that_decides_otherwise_is_not_used(monkeypatch: Any) -> None:
-    gate = make_gate()
-    right = FusedGate.__call__
-    monkeypatch.setattr(FusedGate, "__call__", lambda self, *of: right(self, *of) + 0.01)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("column", [1, 2])  # the tokens, the scores
+def test_an_operator_that_decides_otherwise_is_not_used(
+    dtype: torch.dtype, column: int, monkeypatch: Any, caplog: Any
+) -> None:
+    gate = make_gate(dtype=dtype)
     gate.fuse(compiled=True)
-    assert gate.fused is None
+    assert gate.fused is not None
+    right, error = FusedGate.__call__, torch.zeros(3)
+    error[column] = 1.0 if column == 1 else 0.01
+    monkeypatch.setattr(FusedGate, "__call__", lambda self, *of: right(self, *of) + error)
+    gate.fuse(compiled=True)
+    assert gate.fused is None and "decides otherwise" in caplog.text
+
+
+@torch.no_grad()
+def test_the_head_is_timed_as_it_is_read(monkeypatch: Any) -> None:
+    gate = make_gate(dtype=torch.bfloat16)
+    gate.fuse(compiled=True)
+    counted: list[int] = []
+    right = FusedGate.__call__
+
+    def count(self: FusedGate, states: Tensor, notes: Tensor) -> Tensor:
+        decided = right(self, states, notes)
+        assert decided[:, 0].all()  # none is rejected before the head
+        counted.append(len(states))
+        return decided
+
+    monkeypatch.setattr(FusedGate, "__call__", count)
+    read = gate.head_timer()
+    assert read is not None
+    read(3)
+    assert counted == [3]

@@ -3,15 +3,18 @@ in one operation of our own on a CPU."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from tide.exits.candidates import Prefilter
 from tide.exits.confidence import FEATURES, WITH_HEAD, ConfidenceModel
 from tide.exits.heads import ExitHead, Readout
 from tide.exits.routers import TokenRouter
 from tide.exits.thresholds import Thresholds
-from tide.kernels import native
+from tide.kernels import native, reference
 from tide.kernels.arguments import Candidates, Confidence, Head, Norm, Router
 from tide.kernels.operators import confirm_exits, exit_transform, score_exits
 
@@ -64,15 +67,17 @@ class FusedGate:
             affine_bias, fixed, fixed_bias, *self.router[:5], *self.prefilter[:4],
             *self.confidence[:4],
         )  # fmt: skip
-        there = (torch.empty(0) if part is None else part.flatten() for part in parts)
+        there = (torch.empty(0) if part is None else part.float().flatten() for part in parts)
         self._weights = torch.cat(list(there))
         self._sizes = [0 if part is None else part.numel() for part in parts]
 
     def takes(self, states: Tensor) -> bool:
         """Whether it decides for such states, and norm and head have no hook by now."""
-        return self.readout.fused is not None and (
-            not self.native or native.takes(states.device, states.dtype)
-        )
+        found = self.readout.fused
+        return found is not None and (not self.native or (
+            states.dtype is found[1].head.dtype
+            and native.takes(states.device, states.dtype, native.GATES)
+        ))  # fmt: skip
 
     def __call__(self, states: Tensor, notes: Tensor) -> Tensor:
         """Decide for tokens, `[n, hidden]` and `[n, NOTES]`: a packed decision, `[n, 3]`."""
@@ -92,6 +97,23 @@ class FusedGate:
             self.top_probability,
         )  # fmt: skip
 
+    def by_reference(self, states: Tensor, notes: Tensor) -> Tensor:
+        """The same decision in torch alone, computed in float32 whatever the weights are."""
+        found = self.readout.fused
+        assert found is not None
+        wide = (self.router, *found, self.candidates, self.prefilter, self.confidence)
+        router, norm, head, candidates, prefilter, confidence = map(_in_float32, wide)
+        read = states = states.float()
+        if self.affine is not None:
+            read = states + linear(states, self.affine.weight.float(), self.affine.bias.float())
+        decision, routed = reference.score_exits(
+            states, read, notes, router, norm, head, candidates, prefilter
+        )
+        return reference.confirm_exits(
+            read, notes, decision, routed, norm, head, self.readout.vocabulary, confidence,
+            self.top_probability,
+        )  # fmt: skip
+
     def _decide(self, states: Tensor, notes: Tensor, norm: Norm, head: Head) -> Tensor:
         of, weight, bias, eps = norm
         return torch.ops.tide.decide_exits(
@@ -100,6 +122,14 @@ class FusedGate:
             self.router.router_threshold, self.prefilter.threshold, self.confidence.threshold,
             self.top_probability,
         )  # fmt: skip
+
+
+def _in_float32(of: Any) -> Any:
+    """Arguments of operations with float32 in place of other floating-point numbers."""
+    return type(of)(*(
+        value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for value in of
+    ))  # fmt: skip
 
 
 def router_arguments(router: TokenRouter, threshold: float | None) -> Router:
@@ -133,13 +163,17 @@ def fuse(
     confidence_model: ConfidenceModel | None,
     prefilter: Prefilter | None,
 ) -> FusedGate | None:
-    """A gate as fused operations; None where its parts are on several devices, or unknown."""
+    """A gate as fused operations; None where its parts are unknown, or on several devices.
+
+    Also where our operator would have to read parts in another precision than it can.
+    """
     if (found := readout.fused) is None:
         return None
     weight = found[1].head
     modules = (head, router, confidence_model, prefilter)
-    places = {(p.device, p.dtype) for m in modules if m is not None for p in m.parameters()}
-    here = weight.device, weight.dtype
-    if any(place != here if readout.native else place[0] != here[0] for place in places):
+    parameters = [p for m in modules if m is not None for p in m.parameters()]
+    if any(p.device != weight.device for p in parameters):
+        return None
+    if readout.native and any(p.dtype not in (weight.dtype, torch.float32) for p in parameters):
         return None
     return FusedGate(head, readout, thresholds, router, confidence_model, prefilter)

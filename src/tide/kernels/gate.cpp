@@ -1,8 +1,8 @@
 // The gate of a checkpoint, all of it: which tokens exit, as what, and how sure.
 //
 // What `tide.exits.gate.ExitGate` decides, in one call: most tokens are rejected by a few
-// candidates, and for the others the exit head is read. Follows `few_tokens.cpp`, whose `linear` it
-// calls.
+// candidates, and for the others the exit head is read. Follows `few_tokens.cpp`, whose `multiply`
+// it calls.
 
 #include <ATen/ops/from_blob.h>
 
@@ -20,19 +20,19 @@ Tensor numbers(std::vector<int64_t>& of) {
   return at::from_blob(of.data(), {static_cast<int64_t>(of.size())}, at::kLong);
 }
 
-// y = weight x + bias without torch's own product, which takes long to begin; bits of bfloat16, which
-// torch would first convert as a whole, never go to it.
+// y = weight x + bias without torch's own product, which takes long to begin, and would convert bits
+// of bfloat16 as a whole first: x is float.
+// Of many tokens torch's own is faster; in a model of bfloat16 with x rounded to that, as its layers do.
 template <typename Weight>
-Tensor product(const Tensor& x, const Weight* weight, const float* bias, int64_t out) {
+Tensor product(const Tensor& x, const Weight* weight, const float* bias, int64_t out,
+               at::ScalarType model) {
+  constexpr auto dtype = std::is_same_v<Weight, float> ? at::kFloat : at::kBFloat16;
   const int64_t tokens = x.size(0), in = x.size(1);
-  if constexpr (std::is_same_v<Weight, float>) {
-    if (tokens > kMost) {
-      const auto as_tensor = [](const float* of, at::IntArrayRef shape) {
-        return at::from_blob(const_cast<float*>(of), shape, at::kFloat);
-      };
-      const Maybe added = bias ? Maybe(as_tensor(bias, {out})) : std::nullopt;
-      return at::linear(x, as_tensor(weight, {out, in}), added);
-    }
+  if (tokens > kMost && (dtype == at::kFloat || dtype == model)) {
+    const Tensor whole = at::from_blob(const_cast<Weight*>(weight), {out, in}, dtype);
+    Tensor y = at::linear(x.to(dtype), whole).to(at::kFloat);
+    if (bias) y += at::from_blob(const_cast<float*>(bias), {out}, at::kFloat);
+    return y;
   }
   Tensor y = at::empty({tokens, out}, x.options());
   const float* from = x.const_data_ptr<float>();
@@ -42,26 +42,41 @@ Tensor product(const Tensor& x, const Weight* weight, const float* bias, int64_t
   return y;
 }
 
+bool numeric(const Tensor& of) {
+  return of.is_contiguous() &&
+         (of.scalar_type() == at::kFloat || of.scalar_type() == at::kBFloat16);
+}
+
+// What a function gives for the numbers of a tensor: floats, or bits of bfloat16.
+template <typename Function>
+auto with_numbers(const Tensor& of, Function function) {
+  if (of.scalar_type() == at::kBFloat16)
+    return function(static_cast<const uint16_t*>(of.const_data_ptr()));
+  return function(of.const_data_ptr<float>());
+}
+
+Maybe as_float(const Maybe& of) { return of ? Maybe(of->to(at::kFloat)) : std::nullopt; }
+
 // States after the residual affine map of an exit head, if it has one.
-Tensor transformed(const Tensor& states, const Maybe& affine, const float* bias) {
+Tensor transformed(const Tensor& states, const Maybe& affine, const float* bias,
+                   at::ScalarType model) {
   if (!affine) return states.clone();
-  const int64_t size = states.size(1);
-  const void* weight = affine->const_data_ptr();
-  Tensor read = affine->scalar_type() == at::kBFloat16
-                    ? product(states, static_cast<const uint16_t*>(weight), bias, size)
-                    : product(states, static_cast<const float*>(weight), bias, size);
+  Tensor read = with_numbers(*affine, [&](const auto* weight) {
+    return product(states, weight, bias, states.size(1), model);
+  });
   const float* from = states.const_data_ptr<float>();
   float* sums = read.mutable_data_ptr<float>();
   for (int64_t k = 0; k < states.numel(); ++k) sums[k] += from[k];
   return read;
 }
 
-float dot(const float* a, const float* b, int64_t n) {
+template <typename Weight>
+float dot(const float* a, const Weight* b, int64_t n) {
   Vector sums = {};
   int64_t k = 0;
   for (; k + kLanes <= n; k += kLanes) sums += load(a + k) * load(b + k);
   float total = sum(sums);
-  for (; k < n; ++k) total += a[k] * b[k];
+  for (; k < n; ++k) total += a[k] * value(b[k]);
   return total;
 }
 
@@ -185,21 +200,18 @@ void confidence_features(const Tops& found, float routed, int64_t token, const i
   to[7] = std::max(-table, 0.0f);
 }
 
-Tensor decide_exits(const Tensor& states, const Tensor& notes, const Maybe& affine,
-                    const Tensor& weights, at::IntArrayRef sizes, const Maybe& norm_weight,
-                    const Maybe& norm_bias, double norm_eps, bool centred, const Tensor& head,
-                    const Maybe& head_bias, double multiplier, double cap, const Maybe& places,
+Tensor decide_exits(const Tensor& given, const Tensor& notes, const Maybe& affine,
+                    const Tensor& weights, at::IntArrayRef sizes, const Maybe& given_norm_weight,
+                    const Maybe& given_norm_bias, double norm_eps, bool centred, const Tensor& head,
+                    const Maybe& given_head_bias, double multiplier, double cap, const Maybe& places,
                     const Maybe& vocabulary, double router_eps,
                     std::optional<double> router_threshold, double prefilter_threshold,
                     double confidence_threshold, double top_probability) {
-  const int64_t n = states.size(0), size = states.size(1);
-  TORCH_CHECK(states.scalar_type() == at::kFloat && states.is_contiguous() &&
-                  head.scalar_type() == at::kFloat && head.is_contiguous(),
-              "tide::decide_exits takes contiguous float32 states and heads");
-  TORCH_CHECK(!affine || (affine->is_contiguous() && affine->numel() == size * size &&
-                          (affine->scalar_type() == at::kFloat ||
-                           affine->scalar_type() == at::kBFloat16)),
-              "tide::decide_exits takes a contiguous affine map, float32 or bfloat16");
+  const int64_t n = given.size(0), size = given.size(1);
+  TORCH_CHECK(numeric(given) && numeric(head) &&
+                  (!affine || (numeric(*affine) && affine->numel() == size * size)),
+              "tide::decide_exits takes contiguous states, heads and affine maps, float32 or "
+              "bfloat16");
   TORCH_CHECK(sizes.size() == kParts && weights.is_contiguous() &&
                   weights.numel() == std::accumulate(sizes.begin(), sizes.end(), int64_t{0}),
               "tide::decide_exits takes ", kParts, " parts in one contiguous tensor");
@@ -207,7 +219,7 @@ Tensor decide_exits(const Tensor& states, const Tensor& notes, const Maybe& affi
   const Tensor noted = notes.contiguous();
   const int64_t* note = noted.const_data_ptr<int64_t>();
   const int64_t noted_size = notes.size(1);
-  Tensor decision = at::empty({n, 3}, states.options());
+  Tensor decision = at::empty({n, 3}, at::kFloat);
   float* to = decision.mutable_data_ptr<float>();
   std::fill(to, to + 3 * n, 0.0f);
   if (!n) return decision;
@@ -220,22 +232,27 @@ Tensor decide_exits(const Tensor& states, const Tensor& notes, const Maybe& affi
   const float* router_norm = parts.next().of;
   const Model router(parts), prefilter(parts), confidence(parts);
 
-  Tensor read = transformed(states, affine, affine_bias);
+  // Sums are float32 whatever the weights are.
+  const Tensor states = given.to(at::kFloat);
+  const Maybe norm_weight = as_float(given_norm_weight), norm_bias = as_float(given_norm_bias);
+  const Maybe head_bias = as_float(given_head_bias);
+  const at::ScalarType model = given.scalar_type();
+  Tensor read = transformed(states, affine, affine_bias, model);
   norm(read, data(norm_weight), data(norm_bias), norm_eps, centred);
   const float* normed = read.const_data_ptr<float>();
 
   std::vector<int64_t> passed;
   Tensor among;
   const int64_t count = fixed_size / size;
-  if (prefilter) among = product(read, fixed, fixed_bias, count);
+  if (prefilter) among = product(read, fixed, fixed_bias, count, model);
   for (int64_t t = 0; t < n; ++t) {
     const int64_t* told = note + t * noted_size;
     float& score = to[3 * t + 2] = NAN;
     bool exits = told[0] != 0;
     if (prefilter) {
       std::vector<float> logits(count + 2);
-      const float* given = among.const_data_ptr<float>() + t * count;
-      for (int64_t k = 0; k < count; ++k) logits[k] = scale(given[k]);
+      const float* fixed_logits = among.const_data_ptr<float>() + t * count;
+      for (int64_t k = 0; k < count; ++k) logits[k] = scale(fixed_logits[k]);
       for (int i = 0; i < 2; ++i) {
         const int64_t token = told[1 + 2 * i];
         const bool known = token >= 0 && token < places->size(0);
@@ -244,9 +261,11 @@ Tensor decide_exits(const Tensor& states, const Tensor& notes, const Maybe& affi
           logits[count + i] = -INFINITY;
           continue;
         }
-        const float* vector = head.const_data_ptr<float>() + place * size;
-        const float bias = head_bias ? head_bias->const_data_ptr<float>()[place] : 0;
-        logits[count + i] = scale(dot(normed + t * size, vector, size) + bias);
+        const float read_of = with_numbers(head, [&](const auto* weight) {
+          return dot(normed + t * size, weight + place * size, size);
+        });
+        const float bias = head_bias ? data(head_bias)[place] : 0;
+        logits[count + i] = scale(read_of + bias);
       }
       float features[7];
       candidate_features(logits.data(), count + 2, told, features);
@@ -260,7 +279,7 @@ Tensor decide_exits(const Tensor& states, const Tensor& notes, const Maybe& affi
   if (router && !passed.empty()) {
     Tensor some = states.index_select(0, numbers(passed));
     norm(some, router_norm, nullptr, router_eps, false);
-    const Tensor inner = product(some, router.inner, router.inner_bias, router.width);
+    const Tensor inner = product(some, router.inner, router.inner_bias, router.width, model);
     const float* from = inner.const_data_ptr<float>();
     std::vector<int64_t> kept;
     std::vector<float> of_kept;
@@ -282,8 +301,10 @@ Tensor decide_exits(const Tensor& states, const Tensor& notes, const Maybe& affi
   Tensor some = read;
   if (static_cast<int64_t>(passed.size()) < n)
     some = read.index_select(0, numbers(passed));
-  Tensor logits = ::linear(some, head, head_bias);
   const int64_t read_tokens = head.size(0);
+  Tensor logits = with_numbers(head, [&](const auto* weight) {
+    return product(some, weight, data(head_bias), read_tokens, model);
+  });
   float* row = logits.mutable_data_ptr<float>();
   for (size_t k = 0; k < passed.size(); ++k, row += read_tokens) {
     if (multiplier != 1 || cap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from threading import Lock
@@ -16,20 +17,24 @@ from tide.kernels.dispatch import wanted_backend
 
 _log = logging.getLogger(__name__)
 
+# What weights and states may be; sums are float32.
+LINEAR = (torch.float32,)
+GATES = (torch.float32, torch.bfloat16)
+
 _SOURCES = "few_tokens.cpp", "gate.cpp"  # one after the other: the second calls the first
 
 _lock = Lock()
 
 
-def takes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether operators are for tensors like these."""
-    wanted = device.type == "cpu" and dtype is torch.float32
+def takes(device: torch.device, dtype: torch.dtype, dtypes: Sequence[torch.dtype] = LINEAR) -> bool:
+    """Whether operators for some dtypes are for tensors like these."""
+    wanted = device.type == "cpu" and dtype in dtypes
     return wanted and not torch.is_autocast_enabled("cpu")
 
 
 def decides_exits(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `tide::decide_exits` runs for gates like these; compiles it first."""
-    return wanted_backend() == "auto" and takes(device, dtype) and load()
+    return wanted_backend() == "auto" and takes(device, dtype, GATES) and load()
 
 
 def load() -> bool:
@@ -61,4 +66,4 @@ def _shape_of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) 
 
 
 def _shape_of_decision(states: Tensor, *rest: Any) -> Tensor:
-    return states.new_empty(states.shape[0], 3)
+    return states.new_empty(states.shape[0], 3, dtype=torch.float32)
