@@ -17,9 +17,9 @@ import tide
 from test_calibrate import run, texts
 from test_generate import GREEDY, WrongHead, artifact, prompts
 from tide.calibration.bounds import betting
-from tide.calibration.data import Prompt, load_prompts, split_documents, text_key
+from tide.calibration.data import Prompt, encode_prompts, load_prompts, split_documents, text_key
 from tide.calibration.fresh import sample
-from tide.certification import certify, noise_floor
+from tide.certification import Workload, certify, measure_losses, noise_floor
 from tide.config import TIDEConfig
 from tide.drift import CircuitBreaker, DriftMonitor, DriftWarning, InOrder
 from tide.engine import TIDE
@@ -424,6 +424,24 @@ def test_certificates_of_two_runs_are_kept_and_exits_are_not_restored(
     with pytest.raises(ArtifactError, match="has other exits than when certification began"):
         certify(model, tiny_tokenizer(), path, texts(40), risk=0.3, **FAST)
     assert Artifact.load(path).certificates == meanwhile
+
+
+def test_losses_are_in_the_order_of_the_prompts(model: Any) -> None:
+    made = ready(model)
+    for checkpoint in made.checkpoints:
+        checkpoint.thresholds = Thresholds(top_probability=0.0)
+    config = TIDEConfig(exit_threshold=None, min_layers=0, audit_tail=True, drafts=())
+    engine = serve(model, made, config=config)
+    tokenizer, some = tiny_tokenizer(), ["a " * (1 + 7 * k % 5) + "b" * k for k in range(7)]
+    given = {"texts": some, "encoded": encode_prompts(tokenizer, some, 64), "new_tokens": 6}
+    alone, together = (
+        measure_losses(engine, tokenizer, Workload(**given, batch=batch)) for batch in (1, 3)
+    )
+    assert together.tolist() == alone.tolist() and len(set(alone)) > 1
+    told = measure_losses(
+        engine, tokenizer, Workload(**given, batch=3), loss=lambda prompt, _: len(prompt) / 100
+    )
+    assert told.tolist() == [len(text) / 100 for text in some]
 
 
 def test_nothing_is_certified_where_no_token_exits(model: Any) -> None:

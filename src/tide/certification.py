@@ -208,18 +208,21 @@ def measure_losses(
     loss: TaskLoss | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> np.ndarray:
-    """The loss of every sequence, decoded as it will be deployed, `[n]`.
+    """The loss of every sequence, decoded as it will be deployed, `[n]`, as the prompts are given.
 
     Args:
         loss: from a prompt and an answer; by default the share of tokens that differ from full
             depth.
         progress: called with the sequences done and their total.
     """
-    losses: list[float] = []
-    for start in range(0, len(workload.texts), workload.batch):
-        progress(start, len(workload.texts))
-        some = slice(start, start + workload.batch)
-        ids, mask = pad_left(tokenizer, workload.encoded[some], engine.model.device)
+    texts, encoded = workload.texts, workload.encoded
+    losses = np.empty(len(texts))
+    # Sequences of a batch are of like length, since padding takes as long as tokens do.
+    order = sorted(range(len(texts)), key=lambda k: len(encoded[k]))
+    for start in range(0, len(order), workload.batch):
+        progress(start, len(order))
+        some = order[start : start + workload.batch]
+        ids, mask = pad_left(tokenizer, [encoded[k] for k in some], engine.model.device)
         out = _generate(engine, ids, mask, workload.new_tokens)
         if loss is None:
             found = engine.last_stats.losses
@@ -230,13 +233,13 @@ def measure_losses(
                     f"kv_cache_strategy={engine.config.kv_cache_strategy!r} cannot be checked. Use "
                     "'deferred', clear the generation config, or pass a loss function."
                 )
-            losses += [float(x) for x in found if x is not None]
+            losses[some] = found
         else:
             answers = tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
-            pairs = zip(workload.texts[some], answers, strict=True)
-            losses += [_within(float(loss(prompt, text))) for prompt, text in pairs]
-    progress(len(workload.texts), len(workload.texts))
-    return np.asarray(losses)
+            pairs = zip(some, answers, strict=True)
+            losses[some] = [_within(float(loss(texts[k], text))) for k, text in pairs]
+    progress(len(order), len(order))
+    return losses
 
 
 def _generate(engine: TIDE, ids: Tensor, mask: Tensor, new_tokens: int) -> Tensor:
