@@ -73,6 +73,9 @@ def test_bench(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> No
         "HF generate", "HF generate, compiled", "prompt lookup", "off", "lossless",
         "exit without drafts", "exit, threshold scale 1", "auto",
     ]  # fmt: skip
+    assert main([*bench, "--samples", "1", "--compile-only"]) == 0
+    ours = [r["method"] for r in last_line(capsys)["results"] if "plan" in r]
+    assert len(ours) == 5 and all(name.endswith(", compiled") for name in ours)
     assert methods["off"]["ideal_speedup"] == 1.0 and methods["lossless"]["disagreement"] == 0
     html = folder / "report.html"
     report = ["report", str(folder / "bench.json"), "--html", str(html), "--png", str(folder)]

@@ -41,6 +41,9 @@ def options(parser: argparse.ArgumentParser) -> None:
         "--compile", action="store_true", help="also run TIDE with compiled segments"
     )
     parser.add_argument(
+        "--compile-only", action="store_true", help="run TIDE with compiled segments only"
+    )
+    parser.add_argument(
         "--attack",
         action="store_true",
         help="search for prompts that cause wrong exits or prevent exits",
@@ -100,9 +103,9 @@ def _require_effect(args: argparse.Namespace) -> None:
 
     if args.draft and args.batch > 1:
         raise ConfigError("--draft counts with --batch 1 only: transformers drafts for one prompt.")
-    for option in ("draft", "compile"):
-        if args.attack and getattr(args, option):
-            raise ConfigError(f"--attack runs uncompiled exits alone: omit --{option}.")
+    for option in ("--draft", "--compile", "--compile-only"):
+        if args.attack and getattr(args, option[2:].replace("-", "_")):
+            raise ConfigError(f"--attack runs uncompiled exits alone: omit {option}.")
     if args.attack and args.batch > 1:
         raise ConfigError(f"--attack sets its own batches; got --batch {args.batch}: omit it.")
 
@@ -126,8 +129,8 @@ def _modes(
         encoded.append(dict(zip(("input_ids", "attention_mask"), tensors, strict=True)))
     warm_up, *encoded = encoded
     draft = load_model(args.draft, dtype_name(model), str(model.device)) if args.draft else None
-    engines = _engines(args, made, model)
-    if args.compile:
+    engines = {} if args.compile_only else _engines(args, made, model)
+    if args.compile or args.compile_only:
         compiled = _engines(args, made, model, compile=True)
         engines |= {f"{name}, compiled": engine for name, engine in compiled.items()}
     theirs: dict[str, Method] = {
