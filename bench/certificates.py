@@ -1,10 +1,11 @@
 """Certificates on one source of prompts, checked on fresh prompts of that source and another.
 
     TIDE_DATA=... python bench/certificates.py $(python scripts/weights.py) DIR \\
-        --certify spec_bench --serve gsm8k --out bench/results/certificates_spec_bench.json
+        --certify spec_bench --serve gsm8k --force --out bench/results/certificates_spec_bench.json
 
 Spec-Bench is used without its mathematics, most of which comes from GSM8K. A risk of 1 % needs 312
 sequences even if no token differs, and about three times as many if some do; Spec-Bench has 390.
+In half precision, risks below the model's own noise floor are refused, except with `--force`.
 With `--save`, the artifact is written there with its certificates. With `--unused`, prompts of the
 first source that were used neither for certificates nor to check them are written to a file, for
 `tide bench`.
@@ -97,6 +98,7 @@ def main() -> None:
     options.add_argument(
         "--threshold-scale", type=float, nargs="+", default=[0.03, 0.125, 0.5, 1, 2]
     )
+    options.add_argument("--force", action="store_true", help="allow risks below the noise floor")
     options.add_argument("--save", type=Path, help="write the artifact with its certificates here")
     options.add_argument("--unused", type=Path, help="write prompts that were not used here")
     args = options.parse_args()
@@ -114,7 +116,7 @@ def main() -> None:
     found = certify(
         model, tokenizer, made, texts[: args.sequences], risk=args.risk, new_tokens=args.new,
         max_prompt=args.max_prompt, batch=args.batch, threshold_scales=args.threshold_scale,
-        config=config, force=True, version=tide.__version__,
+        config=config, force=args.force, version=tide.__version__,
     )  # fmt: skip
     if args.save:
         made.save(args.save)
@@ -143,7 +145,7 @@ def main() -> None:
         batch=args.batch,
         max_prompt=args.max_prompt,
         new_tokens=args.new,
-        noise_floor_checked=False,
+        noise_floor_checked=not args.force and model.dtype != torch.float32,
         calibrated_in=made.record["dtype"],
     )
 

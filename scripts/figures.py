@@ -125,6 +125,7 @@ def _gate(answer: str) -> float:
 
 _CODER = "modes_qwen2_5_coder_0_5b_batch_1"  # on held-out functions of HumanEval
 _LARGER = "modes_qwen2_5_coder_1_5b_batch_1"
+_AMX = "modes_qwen2_5_coder_1_5b_bf16_batch_1"  # on problems of GSM8K, certified
 _SMALL = "modes_smollm2_batch_1"
 _GEMMA = "modes_gemma3_270m_batch_1"
 
@@ -142,6 +143,12 @@ def _perfect(source: str) -> str:
     """What gates that know which tokens may exit would add to drafts alone, at batch 1."""
     expected = read(source)["expected"]["1"]
     return times(expected["perfect"] / expected["lossless"])
+
+
+def _eight(source: str) -> str:
+    """The time of a pass of eight tokens in that of one, at batch 1."""
+    whole = read(source)["loop_costs"][0]["whole"]
+    return times(whole["8"] / whole["1"])
 
 
 def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
@@ -199,6 +206,28 @@ FIGURES: dict[str, Callable[[], str]] = {
             ("off", "off"),
         )
     },
+    **{
+        f"amx_{what}": lambda method=method: _median(method, _AMX)
+        for what, method in (
+            ("lossless", "lossless"),
+            ("alone", "exit without drafts, risk 0.02"),
+            ("both", "exit, risk 0.02"),
+            ("auto", "auto, risk 0.02"),
+            ("auto_5", "auto, risk 0.05"),
+        )
+    },
+    "amx_eight": lambda: _eight("depth_qwen2_5_coder_1_5b_bf16"),
+    "amx_gain": lambda: _gain(_AMX, "exit, risk 0.02", "exit, risk 0.05"),
+    "amx_over_off": lambda: times(
+        _coder("exit without drafts, risk 0.02", _AMX)["per_prompt_speedup"]["p50"]
+        / _coder("off", _AMX)["per_prompt_speedup"]["p50"]
+    ),
+    "amx_tokens": lambda: " and ".join(
+        f"{_coder(method, _AMX)['tokens_per_step']:.2f}"
+        for method in ("lossless", "exit, risk 0.02")
+    ),
+    "amx_differ": lambda: percent(_coder("exit, risk 0.02", _AMX)["disagreement"]),
+    "amx_perfect": lambda: _perfect("depth_qwen2_5_coder_1_5b_bf16"),
     "small_perfect": lambda: _perfect("depth_smollm2"),
     "gemma_head": lambda: _in_layers("head", "depth_gemma3_270m"),
     "gemma_gain": lambda: _gain(_GEMMA, "exit, threshold scale 1", "auto"),

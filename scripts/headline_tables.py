@@ -12,7 +12,8 @@ from results import percent, read, table, times
 # Methods of the result files that are not ours.
 OTHERS = ("HF eager", "HF generate", "HF compiled", "prompt lookup", "vLLM", "ngram", "suffix")
 CERTIFIED = "modes_qwen2_5_coder_0_5b_certified"
-COMPILED = "HF generate, compiled"
+LARGER = "modes_qwen2_5_coder_1_5b_bf16_batch_1"
+BASELINE, COMPILED = "HF generate", "HF generate, compiled"
 
 
 class Headline(NamedTuple):
@@ -65,9 +66,9 @@ def _compiled(source: str, dtype: str, batch: int, method: str, name: str) -> He
                     high, output, source)  # fmt: skip
 
 
-def _certified(method: str, name: str) -> Headline:
+def _certified(method: str, name: str, source: str = CERTIFIED) -> Headline:
     """Of a model of code, on prompts like those that its exits were certified on."""
-    found = read(CERTIFIED)
+    found = read(source)
     ours = next(m for m in found["results"] if m["method"] == method)
     spread = ours["per_prompt_speedup"]
     output = f"exact: {ours['exact_match_outputs']} of {ours['outputs']}"
@@ -80,7 +81,7 @@ def _certified(method: str, name: str) -> Headline:
     return Headline(
         "HF", found["conditions"]["model"], found["conditions"]["dtype"], 1, name,
         "HF compiled" if ours["baseline"] == COMPILED else ours["baseline"], spread["p50"],
-        spread["p20"], spread["p80"], output, CERTIFIED,
+        spread["p20"], spread["p80"], output, source,
     )  # fmt: skip
 
 
@@ -106,6 +107,7 @@ def headlines() -> list[Headline]:
         _compiled("compiled", "bfloat16", 4, chains, "lossless, chains, compiled"),
         _certified("lossless, compiled", "lossless, trees and table, compiled"),
         _certified("exit, risk 0.05, compiled", "exits and drafts, compiled"),
+        _certified("lossless, compiled", "lossless, trees and table, compiled", LARGER),
         *(_vllm(batch, "drafts", "drafts") for batch in (1, 8)),
         _vllm(1, "drafts, cross-request", "drafts, cross-request"),
     ]
@@ -140,12 +142,13 @@ def _conditions() -> str:
             raise SystemExit(f"The runs of the README's table differ in {name}: {values}.")
         shared[name] = values.pop()
     coder, processor = sources.pop(CERTIFIED), sources["trees_speed"]["processor"]
+    larger = sources[LARGER]
     if any(of.get("processor", processor) != processor for of in sources.values()):
         raise SystemExit("The runs of the README's table had different processors.")
     return (
         f"{processor}, {shared['threads']} threads, shared with others; torch {shared['torch']}, "
         f"transformers {shared['transformers']}, vLLM {sources['vllm_drafts']['vllm']}, "
         f"TIDE {shared['tide']}; greedy; Spec-Bench, nothing calibrated. Qwen2.5-Coder: "
-        f"{coder['processor']}, {coder['prompts']} unseen problems of GSM8K, as programs, "
-        "calibrated. Instruct models; weights dequantised from published 4-bit files."
+        f"calibrated, {larger['prompts']} unseen problems of GSM8K as programs; "
+        f"0.5B: {coder['prompts']}, {coder['processor']}."
     )

@@ -69,11 +69,11 @@ step calibration_qwen2_5_coder_0_5b small_calibration qwen2_5_coder_0_5b
 
 # Certificates, and what they cost and gain.
 step certificates_spec_bench python bench/certificates.py "$MODEL" "$DIR" --threads 1 \
-  --certify spec_bench --serve gsm8k --sequences 390 --threshold-scale 0.125 1 \
+  --certify spec_bench --serve gsm8k --sequences 390 --threshold-scale 0.125 1 --force \
   --save "$WORK/certified" --out $R/certificates_spec_bench.json
 step certificates_gsm8k python bench/certificates.py "$MODEL" "$DIR" --threads 1 --certify gsm8k \
   --serve spec_bench --same 200 --sequences 300 --threshold-scale 0.125 0.25 0.5 1 2 --new 48 \
-  --out $R/certificates_gsm8k.json
+  --force --out $R/certificates_gsm8k.json
 modes() {
   [ -d "$WORK/draft" ] || tide export-draft "$MODEL" "$DIR" -o "$WORK/draft"
   tide bench "$MODEL" "$WORK/certified" --dtype bfloat16 --threads 2 --data "$SPEC" --samples 26 \
@@ -91,28 +91,32 @@ code_prompts() {
 }
 
 # Models of four sizes: calibrated on at least 60,000 tokens of their own, then timed.
-# depth MODEL DATA PROMPTS NEW_TOKENS
+# depth MODEL DATA PROMPTS NEW_TOKENS; in bfloat16, with SUFFIX=_bf16 (on a CPU with amx_bf16).
 depth() {
-  local name=$1 data=$2 samples=$3 new=$4
+  local name=$1$SUFFIX data=$2 samples=$3 new=$4
   prompts
   code_prompts
-  tide calibrate "$(weights "$name")" -o "$WORK/depth_$name" --data "$WORK/$data.jsonl" \
-    --samples "$samples" --new-tokens "$new" --interval 2 --dtype float32 --threads 2 --engine vllm \
-    --work "$WORK/depth_$name.work" --json | tail -1 > "$WORK/last_line"
+  tide calibrate "$(weights "$1")" -o "$WORK/depth_$name" --data "$WORK/$data.jsonl" \
+    --samples "$samples" --new-tokens "$new" --interval 2 --dtype "$(dtype)" --threads 2 \
+    --engine vllm --work "$WORK/depth_$name.work" --json | tail -1 > "$WORK/last_line"
   mv "$WORK/last_line" "$R/depth_$name.json"
 }
+SUFFIX=""
+dtype() { [ -n "$SUFFIX" ] && echo bfloat16 || echo float32; }
 # modes_of MODEL DATA BATCH PROMPTS OPTIONS...
 modes_of() {
   code_prompts
-  tide bench "$(weights "$1")" "$WORK/depth_$1" --data "$2" --batch "$3" --samples "$4" \
-    --dtype float32 --threads 2 --new-tokens 48 --out "$R/modes_$1_batch_$3.json" "${@:5}"
+  local name=$1$SUFFIX
+  tide bench "$(weights "$1")" "$WORK/depth_$name" --data "$2" --batch "$3" --samples "$4" \
+    --dtype "$(dtype)" --threads 2 --new-tokens 48 --out "$R/modes_${name}_batch_$3.json" "${@:5}"
 }
 step depth_smollm2 depth smollm2 prompts 700 128
 step depth_gemma3_270m depth gemma3_270m prompts 560 128
 step depth_qwen2_5_coder_0_5b depth qwen2_5_coder_0_5b code 360 256
 step depth_qwen2_5_coder_1_5b depth qwen2_5_coder_1_5b code 400 256
 gate_costs() {
-  python bench/gate_costs.py "$(weights "$1")" --repeats 200 --out "$R/gate_costs_$1.json"
+  python bench/gate_costs.py "$(weights "$1")" --repeats 200 --dtype "$(dtype)" \
+    --out "$R/gate_costs_$1$SUFFIX.json"
 }
 step gate_costs_smollm2 gate_costs smollm2
 step gate_costs_qwen2_5_coder_1_5b gate_costs qwen2_5_coder_1_5b
@@ -165,6 +169,24 @@ self_drafts() {
     --new 48 --gaps 2 4 8 --out $R/self_drafts.json
 }
 step self_drafts self_drafts
+
+# The same in bfloat16, for CPUs with amx_bf16.
+SUFFIX=_bf16
+step gate_costs_smollm2_bf16 gate_costs smollm2
+step gate_costs_qwen2_5_coder_1_5b_bf16 gate_costs qwen2_5_coder_1_5b
+step depth_qwen2_5_coder_1_5b_bf16 depth qwen2_5_coder_1_5b code 400 256
+larger_certificates() {
+  local at=$WORK/depth_qwen2_5_coder_1_5b_bf16
+  python bench/certificates.py "$(weights qwen2_5_coder_1_5b)" "$at" --dtype bfloat16 \
+    --certify gsm8k_code --serve spec_bench --risk 0.02 0.05 --sequences 256 --same 64 --fresh 16 \
+    --new 48 --batch 16 --threshold-scale 0.125 0.5 --save "$at" --unused "$WORK/unused.jsonl" \
+    --out $R/certificates_qwen2_5_coder_1_5b_bf16.json
+}
+step certificates_qwen2_5_coder_1_5b_bf16 larger_certificates
+larger_modes() { modes_of qwen2_5_coder_1_5b "$WORK/unused.jsonl" "$@" --risk 0.02 0.05 --compile-only; }
+step modes_qwen2_5_coder_1_5b_bf16_batch_1 larger_modes 1 10
+step modes_qwen2_5_coder_1_5b_bf16_batch_4 larger_modes 4 16
+SUFFIX=""
 step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
 
 # Speed in transformers.

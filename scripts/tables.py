@@ -72,6 +72,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration_others": calibration.other_models,
     "models_depth": models.depth,
     "models_speed": models.speed,
+    "models_speed_bf16": lambda: models.speed(models.RUNS_BF16),
+    "models_depth_bf16": lambda: models.depth("depth_{}_bf16"),
     "gate_costs": models.gate_costs,
     "few_tokens": models.few_tokens,
     "self_drafts": calibration.self_drafts,
@@ -85,6 +87,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "certificates_coder": lambda: risk.certificates(
         "qwen2_5_coder_0_5b", "qwen2_5_coder_0_5b_strict"
     ),
+    "certificates_bf16": lambda: risk.certificates("qwen2_5_coder_1_5b_bf16"),
     "noise_floor": risk.noise_floor,
     "attack": risk.attack,
     "lm_eval": risk.lm_eval,
