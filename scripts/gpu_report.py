@@ -172,12 +172,13 @@ def published(args: argparse.Namespace) -> Any:
 
     model, tokenizer = _load(args)
     artifact = args.out / "artifact"
-    exits = TIDEConfig(mode="exit", exit_threshold=0.85, min_layers=2 if args.tiny else 8)
+    # Sequences and rounds are the same, and must not draft for each other.
+    lossless = TIDEConfig(mode="lossless", share_recycled=False)
+    exits = lossless.with_(mode="exit", exit_threshold=0.85, min_layers=2 if args.tiny else 8)
     methods = {
         "HF generate": model,
-        # Sequences and rounds are the same, and must not draft for each other.
-        "lossless": TIDE(model, artifact, TIDEConfig(mode="lossless", share_recycled=False)),
-        "exit, threshold 0.85": TIDE(model, artifact, exits, check=False),
+        "lossless": TIDE(model, artifact, lossless),
+        "exit, threshold 0.85": TIDE(model, artifact, exits),
     }
     text = " ".join(_texts(args)[:4])
     ids = tokenizer(text, return_tensors="pt").input_ids[:, : 16 if args.tiny else 512]

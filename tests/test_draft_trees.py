@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from test_drafter import batch_of
-from test_generate import GREEDY, prompts
+from test_generate import GREEDY, POLICIES, prompts
 from test_generate import engine as with_exits
 from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
@@ -100,15 +100,22 @@ def texts_of(outputs: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     return [line[int((own == 0).sum()) :] for line, own in zip(outputs.tolist(), mask, strict=True)]
 
 
+def exiting(model: Any, policy: str = "random", **config: Any) -> TIDE:
+    """An engine in mode "exit" that always drafts as large a tree as it may."""
+    return with_exits(model, "exit", policy, **{"max_tree": 24, "fixed_drafts": True, **config})
+
+
+@pytest.mark.parametrize("mode", ["lossless", "exit"])
 @pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "llama4_text"])
 def test_kv_after_each_step_is_that_of_a_full_forward(
-    family: str, sequences: int, monkeypatch: Any
+    family: str, sequences: int, mode: str, monkeypatch: Any
 ) -> None:
     model = tiny_model(family)
-    tide = engine(model)
+    tide = engine(model) if mode == "lossless" else exiting(model)
     kwargs = {**prompts(sequences), **GREEDY, "max_new_tokens": 40, "eos_token_id": EOS}
-    expected = model.generate(**kwargs)
+    plain = model if mode == "lossless" else exiting(model, drafts=())
+    expected = plain.generate(**kwargs)
     texts = texts_of(expected, kwargs["attention_mask"])
     monkeypatch.setattr(TreeSource, "grow", oracle(texts, random.Random(0)))
     end_step = DecodeLoop.end_step
@@ -123,24 +130,30 @@ def test_kv_after_each_step_is_that_of_a_full_forward(
 
     def checked(self: DecodeLoop) -> None:
         for i, sequence in enumerate(self.batch.sequences):
-            passed, fresh = self.batch.passed(i, self.batch.last), self.runner.new_cache(1)
+            known, fresh = self.batch.passed(i, 0), self.runner.new_cache(1)
             if not sequence.finished:
-                assert passed == sequence.committed - 1
-            ids = torch.tensor([sequence.tokens[:passed]])
+                assert known == sequence.committed - 1
+            ids = torch.tensor([sequence.tokens[:known]])
             with self.runner.uncounted():
                 self.runner.run(TokenBatch(ids), 0, self.runner.n_layers, cache=fresh)
-            for layer in range(self.runner.n_layers):
-                pairs = zip(
-                    self.batch.cache.read(layer, i), fresh.read(layer, 0), strict=True
-                )  # fmt: skip
-                for own, whole in pairs:
-                    torch.testing.assert_close(own[:, :passed], whole, atol=1e-5, rtol=1e-5)
+            for segment, (lo, hi) in enumerate(self.batch.segments):
+                passed = self.batch.passed(i, segment)
+                waited.append(known - passed)
+                for layer in range(lo, hi):
+                    pairs = zip(
+                        self.batch.cache.read(layer, i), fresh.read(layer, 0), strict=True
+                    )  # fmt: skip
+                    for own, whole in pairs:
+                        torch.testing.assert_close(
+                            own[:, :passed], whole[:, :passed], atol=1e-5, rtol=1e-5
+                        )
         end_step(self)
 
+    waited: list[int] = []
     monkeypatch.setattr(DecodeLoop, "end_step", checked)
     assert torch.equal(tide.generate(**kwargs), expected)
-    assert moved
-    assert tide.last_stats.accepted["tree"] > 10
+    assert moved and (max(waited) > 0) == (mode == "exit")
+    assert tide.last_stats.accepted["tree"] > (10 if mode == "lossless" else 5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -157,6 +170,74 @@ def test_random_trees_and_acceptances_change_nothing(family: str, monkeypatch: A
         torch.manual_seed(0)
         assert torch.equal(tide.generate(**kwargs), expected)
         assert right or not sum(tide.last_stats.accepted.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_change_nothing_where_tokens_exit(family: str, monkeypatch: Any) -> None:
+    """What exits, and as what, is the same with trees, with chains and without drafts."""
+    model, draw = tiny_model(family), random.Random(family)
+    for sequences, policy in ((1, "random"), (4, "adversarial"), (4, "random")):
+        config = {"max_pending": draw.choice([1, 4, 16, 100]), "audit_tail": True}
+        kwargs = {**prompts(sequences), **GREEDY, "max_new_tokens": draw.randint(8, 30)}
+        kwargs |= {"eos_token_id": EOS, **(SAMPLED if draw.random() < 0.5 else {})}
+        plain = exiting(model, policy, drafts=(), **config)
+        torch.manual_seed(0)
+        expected = plain.generate(**kwargs)
+        texts = texts_of(expected, kwargs["attention_mask"])
+        for grow in (TreeSource.grow, oracle(texts, draw)):
+            monkeypatch.setattr(TreeSource, "grow", grow)
+            most = draw.choice([1, 5, 64])
+            tide = exiting(model, policy, max_tree=most, max_draft=draw.choice([1, 10]), **config)
+            torch.manual_seed(0)
+            assert torch.equal(tide.generate(**kwargs), expected)
+            stats = tide.last_stats
+            for counted in ("depths", "target_tokens", "losses", "audited", "differed"):
+                assert getattr(stats, counted) == getattr(plain.last_stats, counted), counted
+        monkeypatch.undo()
+
+
+def test_the_layers_above_a_path_that_exits_do_not_run() -> None:
+    model = tiny_model("llama")
+    kwargs = {**prompts(1), **GREEDY, "max_new_tokens": 60, "eos_token_id": None}
+    tide = exiting(model, "always", max_pending=16)
+    for _ in range(2):
+        tide.generate(**kwargs)
+    stats, calls = tide.last_stats, tide.runner.counts.calls
+    assert stats.accepted["tree"] > 20 and stats.exits_per_layer == {1: 59}
+    assert calls[0] == calls[1] == 1 + stats.steps < 40
+    assert calls[2] == calls[-1] < 10  # the prompt, and a deep pass whenever 16 tokens wait
+
+
+def test_many_tokens_may_wait_before_a_tree(monkeypatch: Any) -> None:
+    model, kwargs = tiny_model("llama"), {**prompts(2), **GREEDY, "max_new_tokens": 200}
+    kwargs["eos_token_id"] = None
+    expected = exiting(model, "always", drafts=(), max_pending=150).generate(**kwargs)
+    texts = texts_of(expected, kwargs["attention_mask"])
+    monkeypatch.setattr(TreeSource, "grow", oracle(texts, random.Random(0)))
+    tide = exiting(model, "always", max_pending=150, max_tree=64)
+    assert torch.equal(tide.generate(**kwargs), expected)
+    assert tide.last_stats.accepted["tree"] > 10
+
+
+def test_nothing_is_asked_of_what_follows_the_end(monkeypatch: Any) -> None:
+    """A node behind one that ends the text does not take the batch to full depth."""
+    model, kwargs = tiny_model("llama"), {**prompts(1), **GREEDY, "max_new_tokens": 20}
+    policy = POLICIES["always"]
+    text = exiting(model, "always", drafts=()).generate(**kwargs, eos_token_id=None)[0].tolist()
+    end = next(at for at in range(12, 29) if text[at] not in text[9:at])
+    monkeypatch.setitem(POLICIES, "always", (lambda at, checkpoint: at.position < end, policy[1]))
+
+    def grow(self: TreeSource, tokens: Sequence[int], nodes: int, depth: int) -> DraftTree:
+        rest = text[len(tokens) : end + 2]
+        size = len(rest)
+        return DraftTree(rest, list(range(-1, size - 1)), [NO_ORIGIN] * size, [0.5] * size)
+
+    monkeypatch.setattr(TreeSource, "grow", grow)
+    tide = exiting(model, "always")
+    output = tide.generate(**kwargs, eos_token_id=text[end])
+    assert output[0].tolist() == text[: end + 1]
+    assert tide.last_stats.steps == 1
+    assert tide.runner.counts.calls[-1] == 1  # the prompt
 
 
 def test_trees_beside_exit_drafts_equal_generate() -> None:

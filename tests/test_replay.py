@@ -239,8 +239,9 @@ def test_auto_takes_what_is_faster_by_the_recording(
     ids = torch.randint(3, 97, (1, 6))
     found.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
     assert str(engine(made).plan) == str(found.plan)
-    recycles = isinstance(found._machinery.exits.target_head, SuccessorHead)
-    assert recycles == (way == "lossless")
+    assert isinstance(
+        found._machinery.exits.target_head, SuccessorHead
+    )  # made before it was chosen
 
 
 def test_auto_stays_lossless_where_exits_are_hardly_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,9 +134,7 @@ def certify(
             """The losses of each setting on the path; a setting runs when first needed."""
             for k, scale in enumerate(threshold_scales):
                 if k == len(runs):
-                    engine = TIDE(
-                        model, made, config, threshold_scale=scale, audit_rate=1.0, check=False
-                    )
+                    engine = TIDE(model, made, config, threshold_scale=scale, audit_rate=1.0)
                     engine.drafter.costs = costs
                     tick = bar(f"Threshold scale {scale:g}")
                     runs.append(

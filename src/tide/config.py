@@ -47,7 +47,7 @@ class TIDEConfig:
             trees, what full depth lately predicted after the same tokens) and, not by
             default, "cross-request" (n-grams of answers in earlier calls of the engine).
         max_draft: most tokens that are drafted one after the other.
-        max_tree: most nodes of a draft tree, in mode "lossless"; 0 to draft chains only.
+        max_tree: most nodes of a draft tree; 0 to draft chains only.
         share_recycled: let all sequences and calls of an engine draft from the same recycled
             predictions. False if users must not learn what others were told by how fast they are
             served. How often drafts are accepted, and what passes cost, is shared in any case.

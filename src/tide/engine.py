@@ -109,7 +109,7 @@ class TIDE:
         self._machinery = Machinery(self.runner, exits(self.config), self.config, self.drafter)
         self.plan = make_plan(self._machinery, made.recording, batch)
         if self.config.mode == "auto" and self.plan.config.mode == "lossless":
-            self._machinery.exits = exits(self.plan.config)  # for trees
+            self._machinery.exits = exits(self.plan.config)  # without exits that would only draft
         self.config = self._machinery.config = self.plan.config
         self.costs, self.last_stats = self._machinery.costs, ExitStats(self.runner.n_layers)
 

@@ -74,7 +74,7 @@ def load_or_measure(
         "strategy": config.exit_strategy,
         "batch": batch,
         "nodes": config.max_tree,
-        "lengths": list(LENGTHS),
+        "lengths": [*LENGTHS, *tree_lengths(config.max_tree, 1)],
         # What was measured elsewhere does not count here.
         "device": str(runner.input_device),
         "threads": torch.get_num_threads(),

@@ -175,11 +175,11 @@ def _engines(args: argparse.Namespace, made: Any, model: Any, **options: Any) ->
     exits = TIDEConfig(exit_threshold=None, min_layers=made.config.min_layers, audit_tail=True)
     engines = {
         "off": TIDE(model, made, TIDEConfig(mode="off"), **options),
-        "lossless": TIDE(model, made, **options),  # is told whether the model takes trees
-        "exit without drafts": TIDE(model, made, exits.with_(drafts=()), check=False, **options),
+        "lossless": TIDE(model, made, **options),
+        "exit without drafts": TIDE(model, made, exits.with_(drafts=()), **options),
     }
     for scale in args.threshold_scale:
-        engine = TIDE(model, made, exits, threshold_scale=scale, check=False, **options)
+        engine = TIDE(model, made, exits, threshold_scale=scale, **options)
         engines[f"exit, threshold scale {scale:g}"] = engine
     if not args.risk:
         engines["auto"] = TIDE(
@@ -194,7 +194,7 @@ def _engines(args: argparse.Namespace, made: Any, model: Any, **options: Any) ->
             (f"exit, risk {risk:g}", certified),
             (f"exit without drafts, risk {risk:g}", certified.with_(drafts=())),
         ):
-            engines[name] = TIDE(model, made, config, risk=risk, check=False, **options)
+            engines[name] = TIDE(model, made, config, risk=risk, **options)
         engines[f"auto, risk {risk:g}"] = auto
     return engines
 

@@ -135,7 +135,7 @@ class BatchState:
         """Let one path of a sequence's tree be all of its drafts, one after the other.
 
         Args:
-            paths: by sequence, nodes that have reached full depth.
+            paths: by sequence, nodes of its tree, in order.
         """
         moved: dict[int, tuple[int, Sequence[int]]] = {}
         for i, path in paths.items():
@@ -143,6 +143,13 @@ class BatchState:
             start, length = sequence.committed, sequence.committed + len(path)
             if any(node != k for k, node in enumerate(path)):
                 moved[i] = start, path
+                self._pick_pending(i, start, path)
+            exits = sequence.exits
+            sequence.exits = {at: exits[at] for at in exits if at < start} | {
+                start + k: exits[start + node]
+                for k, node in enumerate(path)
+                if start + node in exits
+            }
             kept = [sequence.tokens[start + node] for node in path]
             sequence.tokens[start:length] = kept
             if kept:
@@ -152,6 +159,15 @@ class BatchState:
             self.rollback(i, length)
         if moved:
             self.cache.keep_paths(moved)
+
+    def _pick_pending(self, i: int, start: int, path: Sequence[int]) -> None:
+        """Of a tree whose first node is at `start`, let only a path wait, where it waits."""
+        for segment in range(1, len(self.segments)):
+            waiting = self._waterlines.waiting(i, segment, len(self.sequences[i].tokens))
+            if waiting.start < start < waiting.stop:
+                before = start - waiting.start
+                places = [*range(before), *(before + node for node in path)]
+                self._pending.pick(i, segment, places)
 
     def commit(self, i: int, token: int) -> str | None:
         """Make `token` the next committed token of a sequence.

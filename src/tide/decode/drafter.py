@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 
+from tide.config import MOST_NODES
 from tide.decode.batch import BatchState
 from tide.decode.growth import NodeRates, TreeSource
 from tide.decode.pass_costs import PassCosts, pass_cost
@@ -167,8 +168,10 @@ class Drafter:
                 continue
             room = min(sequence.room - 1, self.limit)
             found: Draft | DraftTree | None = None
-            if isinstance(some, TreeSource):  # reaches full depth in this step, so nothing waits
-                found = some.grow(sequence.tokens, nodes, room)
+            if isinstance(some, TreeSource):
+                # Behind what waits, so that a compiled pass can still take both.
+                most = min(nodes, max(0, MOST_NODES - batch.pending(i)))
+                found = some.grow(sequence.tokens, most, room)
             elif (room := min(batch.pending_room(i), room)) >= 1:
                 found = self.accepted.best(some, sequence.tokens, room)
             if found is not None and found.tokens:

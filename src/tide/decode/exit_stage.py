@@ -78,7 +78,8 @@ class ExitStage:
         some: list[tuple[int, int, int]] = []  # sequence, place in the pass, position
         for i, (sequence, span) in enumerate(zip(batch.sequences, work.spans, strict=True)):
             for position in candidates[i]:
-                if self.exits.may_exit(TokenPosition(sequence.index, position), number):
+                place = TokenPosition(sequence.index, sequence.place(position))
+                if self.exits.may_exit(place, number):
                     k = position - span.start
                     notes[i, k] = gate.note(partial(self._predict, sequence, position))
                     some.append((i, k, position))
@@ -111,4 +112,5 @@ class ExitStage:
 
     def _predict(self, sequence: SequenceState, position: int) -> NGramPrediction:
         predictor = NGramPredictor(self.exits.table, sequence.ngrams)
-        return predictor.at(sequence.tokens, position, sequence.committed)
+        drafts = sequence.drafts_to(position)
+        return predictor.after(sequence.tokens, sequence.committed, drafts)

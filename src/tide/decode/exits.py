@@ -52,10 +52,21 @@ def require_effect(config: TIDEConfig, threshold_scale: float | None) -> None:
         )
 
 
+def _wanted_nodes(config: TIDEConfig) -> int:
+    """Most nodes of a draft tree, where a model takes trees; 0 if no tree is drafted."""
+    drafts = config.max_draft and set(config.drafts) - {"exit"}
+    exact = config.mode != "off" and config.kv_cache_strategy == "deferred"
+    return config.max_tree if drafts and exact else 0
+
+
+def tree_nodes(config: TIDEConfig, runner: Any) -> int:
+    """Most nodes of a draft tree; 0 where chains are drafted, or nothing is."""
+    return _wanted_nodes(config) if runner.takes_trees else 0
+
+
 def recycles(config: TIDEConfig, runner: Any) -> bool:
-    """Whether full depth's predictions are drafted again: in trees, and so in lossless mode."""
-    trees = config.mode == "lossless" and config.max_tree and runner.takes_trees
-    return bool(trees and config.max_draft and "recycled" in config.drafts)
+    """Whether full depth's predictions are drafted again, which is in trees."""
+    return bool(tree_nodes(config, runner)) and "recycled" in config.drafts
 
 
 def make_exits(
@@ -68,8 +79,8 @@ def make_exits(
     """The exits that are used, by depth.
 
     Checkpoints whose thresholds no token can reach are dropped: a gate that never lets a token
-    exit would only cost time. So are all of them where predictions are recycled: exit heads draft
-    where nothing else does, and recycled predictions always draft.
+    exit would only cost time. So are all of them where exit heads would only draft and predictions
+    are recycled: exit heads draft where nothing else does, and recycled predictions always draft.
 
     Args:
         threshold_scale: of the calibrated thresholds; see `Thresholds.scaled`.
@@ -79,7 +90,8 @@ def make_exits(
     table = ContinuationTable(artifact.table) if artifact.table else None
     checkpoints: list[Checkpoint] = []
     recycling = recycles(config, runner)
-    if config.mode != "off" and (policy is not None or not recycling):
+    unused = recycling and config.mode == "lossless" and policy is None
+    if config.mode != "off" and not unused:
         # Copies: the caller's artifact may serve another engine, on another device.
         checkpoints = copy.deepcopy(artifact.checkpoints_from(config.min_layers))
     _check_layers(checkpoints, runner.n_layers, config)
@@ -99,7 +111,7 @@ def make_exits(
         gates = [OpenGate(c.head, readout) for c in checkpoints]
     for checkpoint in checkpoints:
         checkpoint.to(runner.input_device, runner.model.dtype)
-    if config.mode == "lossless" and config.max_tree and not runner.takes_trees:
+    if _wanted_nodes(config) and not runner.takes_trees:
         warnings.warn(
             f"{runner.model.__class__.__name__} drafts chains only: in its self-check, a draft "
             "tree gave other states than the text does. The output is the same. Set max_tree=0 "

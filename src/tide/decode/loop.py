@@ -95,8 +95,7 @@ class DecodeLoop:
             spans = enumerate(work.spans)
             candidates = [self.mode.candidates(batch, i, span) for i, span in spans]
             self.exit_stage.run(batch, work, candidates)
-            for i in range(len(batch.sequences)):
-                self.mode.apply(batch, i, self.verifier)
+            self.mode.apply(batch, self.verifier)
         else:
             run_pass(self.runner, batch, work)
         if self.config.kv_cache_strategy != "deferred":

@@ -11,7 +11,7 @@ from itertools import chain
 from tide.config import TIDEConfig
 from tide.decode.drafter import Drafter
 from tide.decode.exit_stage import Exits
-from tide.decode.exits import recycles
+from tide.decode.exits import recycles, tree_nodes
 from tide.decode.recycled import RecycledPredictions
 from tide.decode.sequence import SequenceState
 from tide.decode.sources import CrossRequestNGrams
@@ -77,9 +77,8 @@ class Machinery:
 
     @property
     def nodes(self) -> int:
-        """Most nodes of a draft tree; 0 if tokens exit or the model does not take trees."""
-        lossless = self.config.mode == "lossless"
-        return self.config.max_tree if lossless and self.runner.takes_trees else 0
+        """Most nodes of a draft tree; 0 for chains."""
+        return tree_nodes(self.config, self.runner)
 
     @property
     def recycles(self) -> bool:
@@ -108,9 +107,9 @@ class Machinery:
 
     def at_full_depth(self, mode: str = "lossless") -> Machinery:
         """Nothing is committed before full depth: "lossless" may still draft, "off" does not."""
-        # Chains: neither the head nor the measured costs are made for trees.
+        # Trees only if head and measured costs are made for them.
         config = self.config.with_(
-            mode=mode, kv_cache_strategy="deferred", prefill_exit=False, max_tree=0
+            mode=mode, kv_cache_strategy="deferred", prefill_exit=False, max_tree=self.nodes
         )
         exits = replace(self.exits, checkpoints=(), gates=()) if mode == "off" else self.exits
         return replace(self, config=config, exits=exits)

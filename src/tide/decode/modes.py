@@ -29,8 +29,8 @@ class Mode(Protocol):
         """Of the tokens of a sequence in a pass, positions of those that may exit at its end."""
         ...
 
-    def apply(self, batch: BatchState, i: int, verifier: Verifier) -> None:
-        """Do with the exits of a sequence what they mean in this mode."""
+    def apply(self, batch: BatchState, verifier: Verifier) -> None:
+        """Do with exits what they mean in this mode."""
 
     def goes_deeper(self, batch: BatchState, i: int) -> bool:
         """Whether a sequence needs the next segment in this step."""
@@ -57,7 +57,7 @@ class Off:
         """None."""
         return ()
 
-    def apply(self, batch: BatchState, i: int, verifier: Verifier) -> None:
+    def apply(self, batch: BatchState, verifier: Verifier) -> None:
         """Nothing exits."""
 
     def goes_deeper(self, batch: BatchState, i: int) -> bool:
@@ -82,17 +82,16 @@ class Exit(Off):
         return self._exits_on
 
     def candidates(self, batch: BatchState, i: int, span: range) -> Sequence[int]:
-        """Tokens that have not exited, and whose successor is not committed."""
+        """Tokens that have not exited, and whose successor may still be committed."""
         sequence = batch.sequences[i]
-        open_ = range(max(span.start, sequence.committed - 1), span.stop)
-        return [position for position in open_ if position not in sequence.exits]
+        return [at for at in sequence.possible() if at in span and at not in sequence.exits]
 
-    def apply(self, batch: BatchState, i: int, verifier: Verifier) -> None:
-        """Commit."""
-        verifier.commit(batch, i, {})
+    def apply(self, batch: BatchState, verifier: Verifier) -> None:
+        """Commit what has exited; of a tree, once all of a path has."""
+        verifier.commit_exits(batch)
 
     def goes_deeper(self, batch: BatchState, i: int) -> bool:
-        """Whether the newest token has no successor yet, or no room to wait."""
+        """Whether the newest token has no committed successor yet, or no room to wait."""
         sequence = batch.sequences[i]
         if sequence.finished:
             return False
@@ -145,13 +144,13 @@ class Lossless(Off):
         newest = len(batch.sequences[i].tokens) - 1
         return (newest,) if newest in span and self._open(batch, i) else ()
 
-    def apply(self, batch: BatchState, i: int, verifier: Verifier) -> None:
-        """Take the prediction for a draft."""
-        sequence = batch.sequences[i]
-        exited = sequence.exits.pop(len(sequence.tokens) - 1, None)
-        # The last token that there is room for need not be drafted: nothing follows it.
-        if exited is not None and sequence.room > 1:
-            batch.draft(i, [exited.token], "exit")
+    def apply(self, batch: BatchState, verifier: Verifier) -> None:
+        """Take the predictions for drafts."""
+        for i, sequence in enumerate(batch.sequences):
+            exited = sequence.exits.pop(len(sequence.tokens) - 1, None)
+            # The last token that there is room for need not be drafted: nothing follows it.
+            if exited is not None and sequence.room > 1:
+                batch.draft(i, [exited.token], "exit")
 
     def goes_deeper(self, batch: BatchState, i: int) -> bool:
         """Whether no draft follows the newest token, or no more tokens may wait."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _DTYPE = torch.float32  # of the probabilities from which `generate` draws, whatever the default is
-_HELD = 24  # tensors of noise that are kept: about what a pass needs; others are drawn again
+_HELD = 32  # tensors of noise that are kept: about what a pass needs; others are drawn again
 
 
 class PlacedNoise:

@@ -45,14 +45,16 @@ def _parents(
     sequences: Sequence[SequenceState], spans: Sequence[range], longest: int
 ) -> np.ndarray | None:
     """Where in its span the token is that each follows; None without trees."""
-    if not any(sequence.tree is not None for sequence in sequences):
+    trees = [sequence.open_tree for sequence in sequences]
+    if not any(tree is not None for tree in trees):
         return None
     parents = np.tile(np.arange(longest) - 1, (len(spans), 1))
     for i, (sequence, span) in enumerate(zip(sequences, spans, strict=True)):
-        if sequence.tree is not None and span:
-            # A tree never waits: all of it is in the pass, after the newest committed token.
-            assert span == range(sequence.committed - 1, len(sequence.tokens))
-            parents[i, 1 : len(span)] = np.array(sequence.tree.parents) + 1
+        if (tree := trees[i]) is not None and span:
+            # All of a tree is in a pass, behind tokens that may have waited.
+            assert span.start < sequence.committed and span.stop == len(sequence.tokens)
+            first = sequence.committed - span.start
+            parents[i, first : len(span)] = np.array(tree.parents) + first
     return parents
 
 

@@ -85,7 +85,7 @@ def _distance(one: _Bucket, other: _Bucket) -> int:
     return 100 * abs(one[0] - other[0]) + abs(one[1] - other[1])
 
 
-def pass_cost(known: Mapping[int, float], tokens: int) -> float:
+def pass_cost(known: Mapping[int, float], tokens: float) -> float:
     """Seconds of a step: as measured at this length, else from the nearest lengths measured.
 
     Never more than a longer one takes: what is seldom used may rest on one slow step.

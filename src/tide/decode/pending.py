@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from tide.models.chunk import upload
 
 
 class PendingStates:
@@ -30,6 +33,11 @@ class PendingStates:
         states = self.look(sequence, segment)
         self._states[sequence][segment] = states[count:] if count < len(states) else None
         return states[:count]
+
+    def pick(self, sequence: int, segment: int, places: Sequence[int]) -> None:
+        """Keep only the states at these places, in this order."""
+        states = self.look(sequence, segment)
+        self._states[sequence][segment] = states[upload(np.array(places), states.device)]
 
     def cut(self, sequence: int, segment: int, count: int) -> None:
         """Keep only the first `count` states."""

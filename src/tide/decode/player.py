@@ -97,7 +97,7 @@ class Player:
         table: ContinuationTable | None,
     ) -> None:
         self.takes_trees = recording.successors is not None
-        if recycles(setting.config, self):
+        if setting.config.mode == "lossless" and recycles(setting.config, self):
             setting = Setting(setting.config)  # as the real engine has no exits then
         self.recording, self.setting, self.costs = recording, setting, costs
         self.seconds = 0.0
@@ -105,6 +105,7 @@ class Player:
         self.stats = ExitStats.of_batch(self.n_layers, len(recording.prompts))
         self.gates = [_RecordedGate(k) for k in range(len(setting.layers))]
         self.reads, self.exits = recording.decide(setting.layers, setting.thresholds)
+        self._read = self.reads.mean(1) if len(self.reads) else self.reads
         self._places = [recording.layers.index(layer) for layer in setting.layers]
         if setting.perfect:
             self.reads = self.exits = recording.correct[self._places] > 0
@@ -177,15 +178,19 @@ class Player:
                     if (at := self._place(sequence, position)) is not None:
                         following[i, k] = self._following(sequence, at)
             return states, following
-        decisions, read = torch.zeros(len(sequences), longest, 3, dtype=torch.float32), 0
+        decisions, read = torch.zeros(len(sequences), longest, 3, dtype=torch.float32), 0.0
         for i, (sequence, span) in enumerate(zip(sequences, spans, strict=True)):
             for k, position in enumerate(span):
                 if tokens.notes[i, k, 0]:
-                    at = self._at(sequence, position)
-                    read += int(self.reads[then.number, at])
+                    if (place := self._place(sequence, position)) is None:
+                        # Of what is not of the text, nothing is recorded; it is never committed.
+                        read += self._read[then.number]
+                        continue
+                    at = self._at(sequence, place)
+                    read += self.reads[then.number, at]
                     if self.exits[then.number, at]:
                         right = self.recording.correct[self._places[then.number], at]
-                        token = self._next(sequence, position + 1)
+                        token = self._next(sequence, place + 1)
                         if self.setting.config.mode == "lossless" and not right:
                             token += 1  # a draft that is not accepted
                         decisions[i, k] = torch.tensor([1.0, token, float(right)])

@@ -61,9 +61,8 @@ def stateful(given: Sequence[Any]) -> list[Any]:
 
 
 def _place(sequence: SequenceState, position: int) -> int:
-    """Where the token after a position stands in its context: after a node, by its depth."""
-    depth = len(sequence.path_to(position))
-    return sequence.padding + (sequence.committed + depth if depth else position + 1)
+    """Where the token after a position stands in its context."""
+    return sequence.padding + sequence.place(position) + 1
 
 
 class Sampler:
@@ -136,10 +135,14 @@ class Sampler:
         drawn = (probabilities / self._noise.at(places, scores)).argmax(-1)
         return drawn.masked_fill(probabilities[:, 0].isnan(), -1)  # if one is NaN, all are
 
+    def stops(self, token: int) -> bool:
+        """Whether a sequence ends with this token, wherever it comes."""
+        return token in self._eos
+
     def ends(self, sequence: SequenceState) -> bool:
         """Whether a sequence ends with its last committed token."""
         length = sequence.padding + sequence.committed
-        if length >= self._max_length or sequence.tokens[sequence.committed - 1] in self._eos:
+        if length >= self._max_length or self.stops(sequence.tokens[sequence.committed - 1]):
             return True
         line = slice(sequence.index, sequence.index + 1)
         return any(bool(c(self.contexts[line, :length], None)) for c in self._by_line)

@@ -42,8 +42,8 @@ class SequenceState:
         exits: how tokens exited, by position; a draft's record counts if the draft is accepted.
         pending_audit: the exit head's prediction at a position, until full depth has made its own.
         differed: how often that was another token.
-        tree: what the open drafts are, if they are a tree; then they are its nodes. It stays
-            until the end of the step.
+        tree: what the drafts of this step are, if they are a tree: until it is decided, its nodes;
+            then its path.
         finished: no more tokens.
         ngrams: where its n-grams occurred.
     """
@@ -84,18 +84,47 @@ class SequenceState:
         """Share of its new tokens that differ from full depth, where that was computed."""
         return self.differed / (self.committed - self.prompt)
 
+    @property
+    def open_tree(self) -> DraftTree | None:
+        """The tree whose nodes are its open drafts."""
+        return None if self.tree is None or self.tree.decided else self.tree
+
     def path_to(self, position: int) -> list[int]:
         """Tokens of a tree's path to the node at a position; none if there is none."""
-        if self.tree is None or position < self.committed:
+        tree = self.open_tree
+        if tree is None or position < self.committed:
             return []
-        nodes = self.tree.path_to(position - self.committed)
-        return [self.tree.tokens[node] for node in nodes]
+        return [tree.tokens[node] for node in tree.path_to(position - self.committed)]
+
+    def possible(self) -> list[int]:
+        """Positions whose successor may still be committed, the newest committed token's first.
+
+        Of a tree, all but nodes that contradict a token that has exited.
+        """
+        tree, root = self.open_tree, self.committed - 1
+        if tree is None:
+            return list(range(root, len(self.tokens)))
+        found = {-1: root}
+        for node, (parent, token) in enumerate(zip(tree.parents, tree.tokens, strict=True)):
+            exited = self.exits.get(self.committed + parent)
+            if parent in found and (exited is None or exited.token == token):
+                found[node] = self.committed + node
+        return list(found.values())
+
+    def place(self, position: int) -> int:
+        """Where a token stands in its text: a node, by its depth in the tree."""
+        path = self.path_to(position)
+        return self.committed - 1 + len(path) if path else position
+
+    def drafts_to(self, position: int) -> list[int]:
+        """The drafts that stand between what is committed and what follows a position."""
+        return self.path_to(position) or self.tokens[self.committed : position + 1]
 
     def before(self, position: int) -> int:
         """The token that the one at a position follows; -1 if there is none."""
-        at = position - 1
-        if self.tree is not None and position >= self.committed:
-            at = self.committed + self.tree.parents[position - self.committed]
+        at, tree = position - 1, self.open_tree
+        if tree is not None and position >= self.committed:
+            at = self.committed + tree.parents[position - self.committed]
         return self.tokens[at] if at >= 0 else -1
 
     def append(self, token: int) -> None:

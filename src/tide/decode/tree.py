@@ -26,6 +26,7 @@ class DraftTree:
         origins: what stands behind each, by which its acceptance is counted.
         chances: that each is accepted, and with it all that it follows.
         path: the nodes that were accepted, in order, once that is decided.
+        decided: whether it is; its nodes are no longer open then.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -33,6 +34,7 @@ class DraftTree:
     origins: list[Origin] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
+    decided: bool = False
     draft_type = "tree"
 
     def first(self, nodes: int) -> DraftTree:
@@ -49,16 +51,21 @@ class DraftTree:
             node = self.parents[node]
         return path[::-1]
 
-    def decide(self, targets: Sequence[int]) -> None:
-        """Find the path that full depth accepts.
+    def decide(self, following: Sequence[int | None]) -> bool:
+        """Find the path that is accepted, if what follows it is known; returns whether it is.
 
         Args:
-            targets: what full depth predicts after the text, then after each node.
+            following: the token after the text, then after each node; None where it is not known.
         """
-        following = dict(
+        nodes = dict(
             zip(zip(self.parents, self.tokens, strict=True), range(len(self.tokens)), strict=True)
         )
-        self.path, node = [], -1
-        while (found := following.get((node, targets[1 + node]))) is not None:
-            self.path.append(found)
+        path: list[int] = []
+        node = -1
+        while (token := following[1 + node]) is not None:
+            if (found := nodes.get((node, token))) is None:
+                self.path, self.decided = path, True
+                return True
+            path.append(found)
             node = found
+        return False

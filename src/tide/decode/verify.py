@@ -119,22 +119,44 @@ class Verifier:
                 reversed(wanted), reversed(predicted), strict=True
             ):
                 self._learn(batch.sequences[i], position, successors)
-        self._keep_paths(batch, targets)
+        self._decide_trees(batch, targets)
         for i, of_sequence in enumerate(targets):
             self.commit(batch, i, of_sequence)
             self._audit(batch, i, of_sequence)
 
-    def _keep_paths(self, batch: BatchState, targets: list[dict[int, int]]) -> None:
-        """Make a chain of what is accepted of each tree, and `targets` those of the chain."""
+    def commit_exits(self, batch: BatchState) -> None:
+        """Commit predictions of exit heads, up to a token that has not exited.
+
+        Of a tree all or nothing: where its path has not ended, it stays open.
+        """
+        self._decide_trees(batch, [{} for _ in batch.sequences])
+        for i, sequence in enumerate(batch.sequences):
+            if sequence.open_tree is None:
+                self.commit(batch, i, {})
+
+    def _decide_trees(self, batch: BatchState, targets: list[dict[int, int]]) -> None:
+        """Make a chain of what is accepted of each tree, and `targets` those of the chain.
+
+        Where a path ends with a token of whose successor nothing is known, the tree stays open.
+        """
         paths = {}
         for i, sequence in enumerate(batch.sequences):
-            if (tree := sequence.tree) is not None and targets[i]:
-                root = sequence.committed - 1
-                after = [targets[i][root + k] for k in range(1 + len(tree.tokens))]
-                tree.decide(after)
-                chain = [after[0], *(after[1 + node] for node in tree.path)]
-                targets[i] = dict(enumerate(chain, root))
+            if (tree := sequence.open_tree) is None:
+                continue
+            root, known = sequence.committed - 1, targets[i]
+            following = [
+                sequence.exits[at].token if at in sequence.exits else known.get(at)
+                for at in range(root, len(sequence.tokens))
+            ]
+            for node, token in enumerate(tree.tokens):
+                if self.sampler.stops(token):
+                    following[1 + node] = -1  # nothing need be known of what follows
+            if tree.decide(following):
+                chain = [root, *(root + 1 + node for node in tree.path)]
                 paths[i] = tree.path
+                targets[i] = {at: known[at] for at in known if at < root} | {
+                    to: known[at] for to, at in enumerate(chain, root) if at in known
+                }
         batch.keep_paths(paths)
 
     def commit(self, batch: BatchState, i: int, targets: Mapping[int, int]) -> None:

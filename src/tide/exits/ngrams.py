@@ -68,20 +68,24 @@ class NGramPredictor:
         Args:
             committed: how many tokens are final, at most `position + 1`; the others are drafts.
         """
+        return self.after(tokens, committed, tokens[committed : position + 1])
+
+    def after(
+        self, tokens: Sequence[int], committed: int, drafts: Sequence[int]
+    ) -> NGramPrediction:
+        """The prediction for what follows `drafts`, which follow the `committed` first tokens."""
         self._index.grow(tokens, committed)
-        found = self.table.next(tokens[max(0, position - 2) : position + 1]) if self.table else None
+        start = max(0, committed - max(self._index.orders))
+        tail = [*tokens[start:committed], *drafts]
+        found = self.table.next(tail[-3:]) if self.table else None
         for n in self._index.orders:
-            follower = self._follower(tokens, position, committed, n)
-            if follower is not None:
+            if len(tail) < n:
+                continue
+            key = tail[-n:]
+            # Drafts may be rolled back, so their n-grams are looked for, not remembered.
+            for end in range(len(tail) - 1, max(committed - start, n) - 1, -1):
+                if tail[end - n : end] == key:
+                    return NGramPrediction(tail[end], n, *(found or ()))
+            if (follower := self._index.after(key)) is not None:
                 return NGramPrediction(tokens[follower], n, *(found or ()))
         return NGramPrediction(-1, 0, *(found or ()))
-
-    def _follower(self, tokens: Sequence[int], position: int, committed: int, n: int) -> int | None:
-        if position + 1 < n:
-            return None
-        key = tuple(tokens[position + 1 - n : position + 1])
-        # Drafts may be rolled back, so their n-grams are looked for, not remembered.
-        for end in range(position, max(committed, n) - 1, -1):
-            if tuple(tokens[end - n : end]) == key:
-                return end
-        return self._index.after(key)

@@ -223,18 +223,20 @@ class WaterlineCache(Cache):
             self.ends[index] = new_ends
 
     def keep_paths(self, paths: Mapping[int, tuple[int, Sequence[int]]]) -> None:
-        """Move KV of a path of sequences' draft trees to the end of their prefix, in every layer.
+        """Move KV of a path of sequences' draft trees to the end of their prefix, where it is held.
 
         Args:
             paths: by sequence, the position of the tree's first node and the nodes, ascending.
+                All have passed the same layers.
         """
         plan = np.zeros((2 + max(len(path) for _, path in paths.values()), self.sequences), int)
         for s, (first, path) in paths.items():
             plan[:2, s] = self.starts[s] + first, len(path)
             plan[2 : 2 + len(path), s] = path
         buffers: dict[torch.device, list[Tensor]] = {}
-        for layer in self.layers:
-            buffers.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
+        for layer, ends in zip(self.layers, self.ends, strict=True):
+            if any(ends[s] > self.starts[s] + first for s, (first, _) in paths.items()):
+                buffers.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
         for device, of_device in buffers.items():
             sent = upload(plan, device)
             gather_path(of_device, sent[2:].T, sent[0], sent[1])

@@ -51,7 +51,7 @@ class Places:
     def reaches(self) -> Tensor:
         """Last slot up to which each token attends to all, `[sequences, new_tokens]`.
 
-        Its own, or in a draft tree that of the token before the tree.
+        Its own; in a draft tree, that of the token that the tree follows.
         """
         return self.packed[..., 4]
 
@@ -161,8 +161,9 @@ def plan_chunk(
         block = bool(block and left_padded and empty and last >= new_tokens)
     positions, reaches, ancestors = slots - first, slots, np.zeros_like(slots)
     if tokens.parents is not None:
-        depths, ancestors = _tree(tokens.parents)
-        positions, reaches = positions[:, :1] + depths, slots[:, :1]
+        depths, before, ancestors = _tree(tokens.parents, mask)
+        positions = positions[:, :1] + depths
+        reaches = np.minimum(slots, np.take_along_axis(slots, before[:, None], 1))
     parts = [
         tokens.ids.cpu().numpy(),
         np.where(mask, positions, 0),
@@ -187,19 +188,29 @@ def plan_chunk(
     )
 
 
-def _tree(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Depth of each token below the first, and as bits the tokens from there to it."""
+def _tree(parents: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of draft trees, each behind tokens that follow one another.
+
+    Returns:
+        Depth of each token below the first; for each sequence, the last token that all behind it
+        follow; and as bits the tokens from there to each of those.
+    """
     sequences, new_tokens = parents.shape
-    if new_tokens > 1 + MOST_NODES:
-        raise RangeError(f"Got a tree of {new_tokens - 1} nodes; it may have {MOST_NODES}.")
+    places = np.arange(new_tokens)
+    branches = (parents != places - 1) & mask
+    before = np.where(branches, parents, mask.sum(1)[:, None] - 1).min(1)
+    nodes = (mask & (places > before[:, None])).sum(1).max()
+    if nodes > MOST_NODES:
+        raise RangeError(f"Got a tree of {nodes} nodes; it may have {MOST_NODES}.")
     depths = np.zeros(parents.shape, np.int64)
     ancestors = np.zeros(parents.shape, np.uint64)
     lines = np.arange(sequences)
     for k in range(1, new_tokens):
-        parent = parents[:, k]
+        parent, node = parents[:, k], k - before - 1
         depths[:, k] = depths[lines, parent] + 1
-        ancestors[:, k] = ancestors[lines, parent] | np.uint64(1 << (k - 1))
-    return depths, ancestors.view(np.int64)
+        own = np.left_shift(np.uint64(1), node.clip(0, MOST_NODES - 1).astype(np.uint64))
+        ancestors[:, k] = np.where(node < 0, 0, ancestors[lines, parent] | own)
+    return depths, before, ancestors.view(np.int64)
 
 
 def upload(packed: np.ndarray, device: torch.device) -> Tensor:

@@ -162,17 +162,17 @@ def measure_loop(
     Args:
         stages: at least two, as `measure_passes` takes them, the last with the head.
         read: reads an exit head for some tokens; None where that is part of the stages.
-        trees: new tokens for which passes through all layers are timed as well.
+        trees: new tokens for which passes are timed beside the usual ones.
         seconds: after which no more repeats are begun.
     """
     (lo, n), target_head = stages[-1]
-    lengths = (*LENGTHS, 16)
+    lengths = (*LENGTHS, 16, *trees)
     reads = [False] * (len(stages) - 1)
     staged, through = _time_in_turn(
         runner,
         [
             _Way(stages, lengths, [*reads, True]),
-            _Way([((0, n), target_head)], [*lengths, *trees], [True]),
+            _Way([((0, n), target_head)], lengths, [True]),
         ],
         sequences,
         seconds,
