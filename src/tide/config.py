@@ -41,7 +41,7 @@ class TIDEConfig:
         compaction_threshold: share of prompt tokens that must have exited before the rest are
             compacted (`prefill_exit`).
         mode: "exit", "lossless", "off", or "auto": the fastest of lossless and exit on this device.
-        max_pending: most tokens of a sequence that may wait for a deep pass.
+        max_pending: most tokens of a sequence that may wait for a deep pass when a step ends.
         drafts: draft sources: "context" (n-grams of the sequence itself), "table" (of the
             artifact), "exit" (the exit heads, where no other source has a draft), "recycled" (in
             trees, what full depth lately predicted after the same tokens) and, not by

@@ -26,7 +26,7 @@ class BatchState:
         sequences: prompts only.
         segments: the ranges `[lo, hi)` of layers into which the checkpoints cut the depth.
         cache: empty.
-        max_pending: most tokens of a sequence that may wait for a deep pass.
+        max_pending: most tokens of a sequence that may wait for a deep pass at the end of a step.
     """
 
     def __init__(

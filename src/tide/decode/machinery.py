@@ -63,7 +63,7 @@ class Machinery:
         stages = self.exits.stages(self.runner.n_layers)
         drafts = self.config.mode != "off" and self.config.max_draft and self.config.drafts
         if drafts and not self.drafter.fixed and not self.drafter.costs.known(sequences):
-            # A pass that verifies drafts evaluates no gate.
+            # In lossless mode, a pass that verifies drafts evaluates no gate.
             gates = [self.config.mode == "exit"] * (len(stages) - 1)
             measured = self.costs[sequences] = measure_passes(
                 self.runner,

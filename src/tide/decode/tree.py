@@ -1,6 +1,6 @@
 """A draft tree: tokens that may follow, several of them after the same one. Knows no model.
 
-A tree is checked in one pass: each node attends to the text and to the nodes that it follows
+A tree is run in one pass: each node attends to the text and to the nodes that it follows
 (Miao et al., "SpecInfer", 2023). A chain is a tree in which each node follows the one before it.
 """
 

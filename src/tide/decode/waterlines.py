@@ -20,7 +20,8 @@ class Waterlines:
     Args:
         sequences: sequences of the batch.
         segments: parts into which the checkpoints cut the depth.
-        cap: most tokens of a sequence that may be pending, before all segments together.
+        cap: most tokens of a sequence that may be pending after a step, before all segments
+            together.
     """
 
     def __init__(self, sequences: int, segments: int, cap: int) -> None:

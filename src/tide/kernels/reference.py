@@ -217,7 +217,8 @@ def gather_path(buffers: list[Tensor], path: Tensor, starts: Tensor, counts: Ten
     """Move KV of the accepted path of each sequence's draft tree to the end of its prefix.
 
     Args:
-        buffers: keys and values of all layers, `[sequences, heads, slots, dim]` each, changed.
+        buffers: keys and values of the layers that hold it, `[sequences, heads, slots, dim]` each,
+            changed.
         path: numbers of the accepted nodes in their tree, ascending, `[sequences, longest]`.
         starts: slot of each tree's first node, `[sequences]`.
         counts: nodes of each path, `[sequences]`.
