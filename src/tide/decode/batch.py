@@ -5,7 +5,7 @@ Everything that changes one of them is here, so that nothing else has to know of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -131,42 +131,46 @@ class BatchState:
         sequence.drafted = len(tree.tokens)
         sequence.tokens += tree.tokens
 
-    def keep_paths(self, paths: Mapping[int, Sequence[int]]) -> None:
-        """Let one path of a sequence's tree be all of its drafts, one after the other.
+    def keep_paths(self, indices: Sequence[int]) -> None:
+        """Let the path of sequences' trees be their drafts, one after the other.
 
-        Args:
-            paths: by sequence, nodes of its tree, in order.
+        Where a path has not ended, what is left of the tree follows it.
         """
         moved: dict[int, tuple[int, Sequence[int]]] = {}
-        for i, path in paths.items():
+        for i in indices:
             sequence = self.sequences[i]
-            start, length = sequence.committed, sequence.committed + len(path)
-            if any(node != k for k, node in enumerate(path)):
-                moved[i] = start, path
-                self._pick_pending(i, start, path)
+            tree, start = sequence.tree, sequence.committed
+            assert tree is not None
+            path, nodes = tree.path, list(tree.path)
+            if not tree.decided:
+                after, sequence.tree = tree.left()
+                nodes += after
+            length = start + len(nodes)
+            if any(node != k for k, node in enumerate(nodes)):
+                moved[i] = start, nodes
+                self._pick_pending(i, start, nodes)
             exits = sequence.exits
             sequence.exits = {at: exits[at] for at in exits if at < start} | {
                 start + k: exits[start + node]
-                for k, node in enumerate(path)
+                for k, node in enumerate(nodes)
                 if start + node in exits
             }
-            kept = [sequence.tokens[start + node] for node in path]
-            sequence.tokens[start:length] = kept
-            if kept:
-                place = sequence.padding + start
+            sequence.tokens[start:length] = [sequence.tokens[start + node] for node in nodes]
+            if path:
+                place, kept = sequence.padding + start, sequence.tokens[start : start + len(path)]
                 tokens = upload(np.array(kept), sequence.context.device)
                 sequence.context[place : place + len(kept)] = tokens
             self.rollback(i, length)
         if moved:
             self.cache.keep_paths(moved)
 
-    def _pick_pending(self, i: int, start: int, path: Sequence[int]) -> None:
-        """Of a tree whose first node is at `start`, let only a path wait, where it waits."""
+    def _pick_pending(self, i: int, start: int, nodes: Sequence[int]) -> None:
+        """Of a tree whose first node is at `start`, let only some nodes wait, where it waits."""
         for segment in range(1, len(self.segments)):
             waiting = self._waterlines.waiting(i, segment, len(self.sequences[i].tokens))
             if waiting.start < start < waiting.stop:
                 before = start - waiting.start
-                places = [*range(before), *(before + node for node in path)]
+                places = [*range(before), *(before + node for node in nodes)]
                 self._pending.pick(i, segment, places)
 
     def commit(self, i: int, token: int) -> str | None:
@@ -188,8 +192,11 @@ class BatchState:
 
     def finish(self, i: int) -> None:
         """End a sequence with its last committed token."""
-        self.sequences[i].finished = True
-        self.rollback(i, self.sequences[i].committed)
+        sequence = self.sequences[i]
+        sequence.finished = True
+        if sequence.tree is not None:
+            sequence.tree.decided = True
+        self.rollback(i, sequence.committed)
 
     def rollback(self, i: int, length: int) -> None:
         """Forget the tokens of a sequence from the `length`-th on, and all computed for them."""

@@ -104,8 +104,8 @@ class DecodeLoop:
     def end_step(self) -> None:
         """Learn from drafts that are decided, stream, and drop finished sequences."""
         for sequence in self.batch.sequences:
-            if sequence.tree is not None:
-                self.drafter.rates.record(sequence.tree)
+            if (tree := sequence.tree) is not None:
+                self.drafter.rates.record(tree.drafted or tree)
         for draft_type, drafted, accepted in self.batch.end_drafts():
             self.stats.count_drafts(draft_type, drafted, accepted)
             self.drafter.accepted.record(draft_type, drafted, accepted)

@@ -87,7 +87,7 @@ class Exit(Off):
         return [at for at in sequence.possible() if at in span and at not in sequence.exits]
 
     def apply(self, batch: BatchState, verifier: Verifier) -> None:
-        """Commit what has exited; of a tree, once all of a path has."""
+        """Commit what has exited."""
         verifier.commit_exits(batch)
 
     def goes_deeper(self, batch: BatchState, i: int) -> bool:

@@ -27,6 +27,9 @@ class DraftTree:
         chances: that each is accepted, and with it all that it follows.
         path: the nodes that were accepted, in order, once that is decided.
         decided: whether it is; its nodes are no longer open then.
+        drafted: the tree as it was drafted, if this is what is left of it.
+        names: the numbers of its nodes in that tree.
+        taken: the nodes of that tree that were accepted before.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -35,6 +38,9 @@ class DraftTree:
     chances: list[float] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     decided: bool = False
+    drafted: DraftTree | None = None
+    names: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
     draft_type = "tree"
 
     def first(self, nodes: int) -> DraftTree:
@@ -51,8 +57,10 @@ class DraftTree:
             node = self.parents[node]
         return path[::-1]
 
-    def decide(self, following: Sequence[int | None]) -> bool:
-        """Find the path that is accepted, if what follows it is known; returns whether it is.
+    def decide(self, following: Sequence[int | None]) -> None:
+        """Find the path that is accepted, as far as it is known.
+
+        It ends where a token follows that is no node; then all is decided.
 
         Args:
             following: the token after the text, then after each node; None where it is not known.
@@ -60,12 +68,31 @@ class DraftTree:
         nodes = dict(
             zip(zip(self.parents, self.tokens, strict=True), range(len(self.tokens)), strict=True)
         )
-        path: list[int] = []
-        node = -1
+        self.path, node = [], -1
         while (token := following[1 + node]) is not None:
             if (found := nodes.get((node, token))) is None:
-                self.path, self.decided = path, True
-                return True
-            path.append(found)
+                self.decided = True
+                break
+            self.path.append(found)
             node = found
-        return False
+        if self.drafted is not None:
+            self.drafted.path = [*self.taken, *(self.names[node] for node in self.path)]
+
+    def left(self) -> tuple[list[int], DraftTree]:
+        """The nodes that may still follow a path that has not ended, and the tree of them."""
+        numbers, nodes = {self.path[-1]: -1}, list[int]()
+        for node, parent in enumerate(self.parents):
+            if parent in numbers:
+                numbers[node] = len(nodes)
+                nodes.append(node)
+        drafted = self.drafted or self
+        left = DraftTree(
+            [self.tokens[node] for node in nodes],
+            [numbers[self.parents[node]] for node in nodes],
+            [self.origins[node] for node in nodes],
+            [self.chances[node] for node in nodes],
+            drafted=drafted,
+            names=[self.names[node] for node in nodes] if self.drafted else nodes,
+            taken=drafted.path,
+        )
+        return nodes, left

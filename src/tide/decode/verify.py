@@ -125,21 +125,17 @@ class Verifier:
             self._audit(batch, i, of_sequence)
 
     def commit_exits(self, batch: BatchState) -> None:
-        """Commit predictions of exit heads, up to a token that has not exited.
-
-        Of a tree all or nothing: where its path has not ended, it stays open.
-        """
+        """Commit predictions of exit heads, up to a token that has not exited."""
         self._decide_trees(batch, [{} for _ in batch.sequences])
-        for i, sequence in enumerate(batch.sequences):
-            if sequence.open_tree is None:
-                self.commit(batch, i, {})
+        for i in range(len(batch.sequences)):
+            self.commit(batch, i, {})
 
     def _decide_trees(self, batch: BatchState, targets: list[dict[int, int]]) -> None:
         """Make a chain of what is accepted of each tree, and `targets` those of the chain.
 
-        Where a path ends with a token of whose successor nothing is known, the tree stays open.
+        Behind a token of whose successor nothing is known, the tree stays open.
         """
-        paths = {}
+        decided = []
         for i, sequence in enumerate(batch.sequences):
             if (tree := sequence.open_tree) is None:
                 continue
@@ -151,13 +147,14 @@ class Verifier:
             for node, token in enumerate(tree.tokens):
                 if self.sampler.stops(token):
                     following[1 + node] = -1  # nothing need be known of what follows
-            if tree.decide(following):
+            tree.decide(following)
+            if tree.decided or tree.path:
                 chain = [root, *(root + 1 + node for node in tree.path)]
-                paths[i] = tree.path
+                decided.append(i)
                 targets[i] = {at: known[at] for at in known if at < root} | {
                     to: known[at] for to, at in enumerate(chain, root) if at in known
                 }
-        batch.keep_paths(paths)
+        batch.keep_paths(decided)
 
     def commit(self, batch: BatchState, i: int, targets: Mapping[int, int]) -> None:
         """Commit tokens of a sequence in order, up to the first that nothing final is known of.
