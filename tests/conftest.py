@@ -60,6 +60,15 @@ def timed_as_always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tide.models.costs._REPEATS", _REPEATS)
 
 
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are made as always, and then run as they are: most of compiling is what follows."""
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: compile(f, **o | {"backend": "eager"}))
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The folder of SmolLM2-135M-Instruct, downloaded once per machine."""

@@ -62,6 +62,7 @@ def test_assess(folder: Path, capsys: Any) -> None:
     assert found["documents"] == 4 and found["agreement"][-1] == 1.0 and "verdict" in found
 
 
+@pytest.mark.usefixtures("traced")
 def test_bench(folder: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = ["bench", str(folder / "model"), str(folder / "router")]
     bench += ["--data", str(folder / "texts.txt"), "--new-tokens", "6", "--json"]

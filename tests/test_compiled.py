@@ -47,12 +47,6 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def traced(monkeypatch: Any) -> None:
-    compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **o: compile(f, **o | {"backend": "eager"}))
-
-
 def random_ids(sequences: int, tokens: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, VOCABULARY, (sequences, tokens), generator=generator)

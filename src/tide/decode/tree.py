@@ -25,8 +25,8 @@ class DraftTree:
         parents: which node each follows; -1 for the newest token of the text.
         origins: what stands behind each, by which its acceptance is counted.
         chances: that each is accepted, and with it all that it follows.
-        path: the nodes that were accepted, in order, once that is decided.
-        decided: whether it is; its nodes are no longer open then.
+        path: the nodes that were accepted, in order, as far as that is known.
+        decided: whether all of it is known; its nodes are no longer open then.
         drafted: the tree as it was drafted, if this is what is left of it.
         names: the numbers of its nodes in that tree.
         taken: the nodes of that tree that were accepted before.
@@ -80,7 +80,8 @@ class DraftTree:
 
     def left(self) -> tuple[list[int], DraftTree]:
         """The nodes that may still follow a path that has not ended, and the tree of them."""
-        numbers, nodes = {self.path[-1]: -1}, list[int]()
+        numbers = {self.path[-1]: -1}
+        nodes: list[int] = []
         for node, parent in enumerate(self.parents):
             if parent in numbers:
                 numbers[node] = len(nodes)
