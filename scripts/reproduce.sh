@@ -152,7 +152,7 @@ certified_modes() {
 }
 step modes_qwen2_5_coder_0_5b_certified certified_modes
 step modes_smollm2_batch_1 modes_of smollm2 "$SPEC" 1 13 --compile-only
-step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 24 --compile-only
+step modes_smollm2_batch_4 modes_of smollm2 "$SPEC" 4 24
 step modes_gemma3_270m_batch_1 modes_of gemma3_270m "$SPEC" 1 13 --compile
 step modes_gemma3_270m_batch_4 modes_of gemma3_270m "$SPEC" 4 24
 step modes_qwen2_5_coder_0_5b_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13 --compile
