@@ -72,8 +72,11 @@ def exits() -> str:
 
 def stages() -> str:
     found = read("depth_smollm2")
+    # A stage that takes no time was resumed after its end.
     rows = [
-        (stage, seconds, found["peak_mb"][stage]) for stage, seconds in found["seconds"].items()
+        (stage, seconds, found["peak_mb"][stage])
+        for stage, seconds in found["seconds"].items()
+        if seconds
     ]
     head = ("stage", "seconds", "peak memory so far, MB")
     return table(head, rows) + conditions(

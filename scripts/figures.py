@@ -111,10 +111,10 @@ def _vllm(name: str, batch: int, method: str) -> dict[str, Any]:
     return _method(found["methods"], method)
 
 
-def _minutes(*, collecting: bool) -> str:
-    """What calibration took for the smallest model, with or after its answers."""
+def _minutes() -> str:
+    """What calibration took for the smallest model, after its answers."""
     took = read("depth_smollm2")["seconds"]
-    seconds = sum(s for stage, s in took.items() if (stage == "collect") == collecting)
+    seconds = sum(s for stage, s in took.items() if stage != "collect")
     return f"{seconds / 60:.0f} minutes"
 
 
@@ -142,6 +142,12 @@ def _median(method: str, source: str = CERTIFIED) -> str:
 def _perfect(source: str) -> str:
     """What gates that know which tokens may exit would add to drafts alone, at batch 1."""
     expected = read(source)["expected"]["1"]
+    return times(expected["perfect"] / expected["lossless"])
+
+
+def _perfect_here(source: str) -> str:
+    """The same, by what the engine in mode "auto" of a run expected."""
+    expected = _coder("auto", source)["expected"]
     return times(expected["perfect"] / expected["lossless"])
 
 
@@ -228,7 +234,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "amx_differ": lambda: percent(_coder("exit, risk 0.02", _AMX)["disagreement"]),
     "amx_perfect": lambda: _perfect("depth_qwen2_5_coder_1_5b_bf16"),
-    "small_perfect": lambda: _perfect("depth_smollm2"),
+    "small_perfect": lambda: _perfect_here(_SMALL),
+    "small_gain": lambda: _gain(_SMALL, "exit, threshold scale 1"),
+    "small_differ": lambda: percent(_coder("exit, threshold scale 1", _SMALL)["disagreement"]),
+    "small_auto": lambda: _median("auto", _SMALL),
+    "small_tokens": lambda: " and ".join(
+        f"{_coder(method, _SMALL)['tokens_per_step']:.2f}"
+        for method in ("lossless", "exit, threshold scale 1")
+    ),
     "gemma_head": lambda: _in_layers("head", "depth_gemma3_270m"),
     "gemma_gain": lambda: _gain(_GEMMA, "exit, threshold scale 1", "auto"),
     "gemma_differ": lambda: percent(_coder("exit, threshold scale 1", _GEMMA)["disagreement"]),
@@ -358,8 +371,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "attack_fired": lambda: str(_attack("wrong")["served"]["drift_detected_after"]),
     "attack_deep": lambda: percent(_attack("deep")["end"]["mean"]),
     "depth_tokens": lambda: f"{sum(read('depth_smollm2')['tokens'].values()):,}",
-    "depth_collected": lambda: _minutes(collecting=True),
-    "depth_fitted": lambda: _minutes(collecting=False),
+    "depth_fitted": _minutes,
 }
 
 
