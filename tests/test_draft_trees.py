@@ -353,22 +353,22 @@ def test_the_likeliest_paths_come_first_and_sources_that_agree_are_one_node() ->
     assert rates.of(tree.origins[0]) > before
 
 
-def test_what_is_left_of_a_tree_follows_its_path() -> None:
-    """Twice: what was drafted learns the whole path, what is left has numbers of its own."""
+def test_the_rest_of_a_tree_follows_its_path() -> None:
+    """Twice: what was drafted learns the whole path, the rest has numbers of its own."""
     parents = [-1, -1, 0, 1, 1, 3, 3, 6]
     size = len(parents)
     drafted = DraftTree(list(range(size)), parents, [NO_ORIGIN] * size, [0.5] * size)
     drafted.decide([1, *[None] * size])  # node 1, which has not exited
     assert drafted.path == [1] and not drafted.decided
-    nodes, left = drafted.left()
-    assert nodes == left.tokens == [3, 4, 5, 6, 7]
-    assert left.parents == [-1, -1, 0, 0, 3]
-    left.decide([3, *[None] * 5])
-    assert drafted.path == [1, 3] and not left.decided
-    nodes, left = left.left()
-    assert nodes == [2, 3, 4] and left.tokens == [5, 6, 7] and left.parents == [-1, -1, 1]
-    left.decide([6, None, 7, 90])
-    assert left.decided and left.path == [1, 2] and drafted.path == [1, 3, 6, 7]
+    nodes, rest = drafted.rest()
+    assert nodes == rest.tokens == [3, 4, 5, 6, 7]
+    assert rest.parents == [-1, -1, 0, 0, 3]
+    rest.decide([3, *[None] * 5])
+    assert drafted.path == [1, 3] and not rest.decided
+    nodes, rest = rest.rest()
+    assert nodes == [2, 3, 4] and rest.tokens == [5, 6, 7] and rest.parents == [-1, -1, 1]
+    rest.decide([6, None, 7, 90])
+    assert rest.decided and rest.path == [1, 2] and drafted.path == [1, 3, 6, 7]
 
 
 def test_sizes_of_trees_follow_what_passes_cost() -> None:

@@ -134,7 +134,7 @@ class BatchState:
     def keep_paths(self, indices: Sequence[int]) -> None:
         """Let the path of sequences' trees be their drafts, one after the other.
 
-        Where a path has not ended, what is left of the tree follows it.
+        Where a path has not ended, the rest of the tree follows it.
         """
         moved: dict[int, tuple[int, Sequence[int]]] = {}
         for i in indices:
@@ -143,7 +143,7 @@ class BatchState:
             assert tree is not None
             path, nodes = tree.path, list(tree.path)
             if not tree.decided:
-                after, sequence.tree = tree.left()
+                after, sequence.tree = tree.rest()
                 nodes += after
             length = start + len(nodes)
             if any(node != k for k, node in enumerate(nodes)):

@@ -27,7 +27,7 @@ class DraftTree:
         chances: that each is accepted, and with it all that it follows.
         path: the nodes that were accepted, in order, as far as that is known.
         decided: whether all of it is known; its nodes are no longer open then.
-        drafted: the tree as it was drafted, if this is what is left of it.
+        drafted: the tree as it was drafted, if this is the rest of it.
         names: the numbers of its nodes in that tree.
         taken: the nodes of that tree that were accepted before.
     """
@@ -78,7 +78,7 @@ class DraftTree:
         if self.drafted is not None:
             self.drafted.path = [*self.taken, *(self.names[node] for node in self.path)]
 
-    def left(self) -> tuple[list[int], DraftTree]:
+    def rest(self) -> tuple[list[int], DraftTree]:
         """The nodes that may still follow a path that has not ended, and the tree of them."""
         numbers = {self.path[-1]: -1}
         nodes: list[int] = []
@@ -87,7 +87,7 @@ class DraftTree:
                 numbers[node] = len(nodes)
                 nodes.append(node)
         drafted = self.drafted or self
-        left = DraftTree(
+        rest = DraftTree(
             [self.tokens[node] for node in nodes],
             [numbers[self.parents[node]] for node in nodes],
             [self.origins[node] for node in nodes],
@@ -96,4 +96,4 @@ class DraftTree:
             names=[self.names[node] for node in nodes] if self.drafted else nodes,
             taken=drafted.path,
         )
-        return nodes, left
+        return nodes, rest

@@ -208,7 +208,7 @@ def _tree(parents: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray
     for k in range(1, new_tokens):
         parent, node = parents[:, k], k - before - 1
         depths[:, k] = depths[lines, parent] + 1
-        own = np.left_shift(np.uint64(1), node.clip(0, MOST_NODES - 1).astype(np.uint64))
+        own = np.uint64(1) << node.clip(0, MOST_NODES - 1).astype(np.uint64)
         ancestors[:, k] = np.where(node < 0, 0, ancestors[lines, parent] | own)
     return depths, before, ancestors.view(np.int64)
 
