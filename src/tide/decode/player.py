@@ -105,10 +105,10 @@ class Player:
         self.stats = ExitStats.of_batch(self.n_layers, len(recording.prompts))
         self.gates = [_RecordedGate(k) for k in range(len(setting.layers))]
         self.reads, self.exits = recording.decide(setting.layers, setting.thresholds)
-        self._read = self.reads.mean(1) if len(self.reads) else self.reads
         self._places = [recording.layers.index(layer) for layer in setting.layers]
         if setting.perfect:
             self.reads = self.exits = recording.correct[self._places] > 0
+        self._read = self.reads.mean(1) if len(self.reads) else self.reads
         drafter = Drafter(setting.config.max_draft, setting.config.max_tree)
         cuts = [layer + 1 for layer in setting.layers]
         self._segments = list(zip([0, *cuts], [*cuts, self.n_layers], strict=True))
