@@ -167,6 +167,27 @@ def test_a_graph_has_it_as_one_operation(dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
+def test_other_thresholds_need_no_other_graph() -> None:
+    """What is compiled for one risk, and kept on disk, serves the others."""
+    codes: list[str] = []
+
+    def decide(threshold: float) -> Tensor:
+        gate = make_gate(replace(ALL, confidence=threshold))
+        gate.fuse(compiled=True)
+
+        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+            codes.append(graph.code)
+            return graph
+
+        torch._dynamo.reset()
+        return torch.compile(lambda *of: gate(*of), backend=backend, fullgraph=True)(*tokens(40))
+
+    lenient, strict = decide(0.35), decide(0.6)
+    assert codes[0] == codes[1]
+    assert lenient[:, 0].sum() > strict[:, 0].sum()
+
+
+@torch.no_grad()
 def test_torch_decides_where_it_cannot(monkeypatch: Any) -> None:
     gate = make_gate()
     gate.fuse()

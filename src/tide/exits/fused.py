@@ -52,10 +52,11 @@ class FusedGate:
 
     @torch.no_grad()
     def _pack(self) -> None:
-        """Put the weights that only this gate reads into one tensor, in the order of the operator.
+        """Put what only this gate reads into one tensor, in the order of the operator.
 
         A graph pays for every tensor that it is given, and there would be more of a gate's than of
         a layer's. The affine map stays a tensor of its own, in bfloat16 if that has all of it.
+        Thresholds are in it too: graphs that differ in them alone are the same code, compiled once.
         """
         fixed, fixed_bias, self._places = self.candidates
         self._affine = affine_bias = None
@@ -63,9 +64,12 @@ class FusedGate:
             affine_bias, rounded = self.affine.bias, self.affine.weight.bfloat16()
             weight = self.affine.weight
             self._affine = (rounded if rounded.equal(weight) else weight).contiguous()
+        routed = self.router.router_threshold
+        others = self.prefilter.threshold, self.confidence.threshold, self.top_probability
+        thresholds = None if routed is None else torch.tensor([routed]), torch.tensor(others)
         parts = (
             affine_bias, fixed, fixed_bias, *self.router[:5], *self.prefilter[:4],
-            *self.confidence[:4],
+            *self.confidence[:4], *thresholds,
         )  # fmt: skip
         there = (torch.empty(0) if part is None else part.float().flatten() for part in parts)
         self._weights = torch.cat(list(there))
@@ -119,8 +123,6 @@ class FusedGate:
         return torch.ops.tide.decide_exits(
             states.contiguous(), notes, self._affine, self._weights, self._sizes, weight, bias, eps,
             of == "layer", *head, self._places, self.readout.vocabulary, self.router.router_eps,
-            self.router.router_threshold, self.prefilter.threshold, self.confidence.threshold,
-            self.top_probability,
         )  # fmt: skip
 
 

@@ -111,9 +111,9 @@ struct Scale {
 float silu(float x) { return x / (1 + std::exp(-x)); }
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-constexpr size_t kParts = 16;
+constexpr size_t kParts = 18;
 
-// The weights that only this gate reads, one after the other; a part of size 0 is not there.
+// The weights and thresholds of this gate alone, one after the other; a part of size 0 is not there.
 struct Parts {
   const float* weights;
   at::IntArrayRef sizes;
@@ -204,9 +204,7 @@ Tensor decide_exits(const Tensor& given, const Tensor& notes, const Maybe& affin
                     const Tensor& weights, at::IntArrayRef sizes, const Maybe& given_norm_weight,
                     const Maybe& given_norm_bias, double norm_eps, bool centred, const Tensor& head,
                     const Maybe& given_head_bias, double multiplier, double cap, const Maybe& places,
-                    const Maybe& vocabulary, double router_eps,
-                    std::optional<double> router_threshold, double prefilter_threshold,
-                    double confidence_threshold, double top_probability) {
+                    const Maybe& vocabulary, double router_eps) {
   const int64_t n = given.size(0), size = given.size(1);
   TORCH_CHECK(numeric(given) && numeric(head) &&
                   (!affine || (numeric(*affine) && affine->numel() == size * size)),
@@ -231,6 +229,10 @@ Tensor decide_exits(const Tensor& given, const Tensor& notes, const Maybe& affin
   const float* fixed_bias = parts.next().of;
   const float* router_norm = parts.next().of;
   const Model router(parts), prefilter(parts), confidence(parts);
+  const float* router_threshold = parts.next().of;
+  const float* thresholds = parts.next().of;
+  const float prefilter_threshold = thresholds[0], confidence_threshold = thresholds[1];
+  const float top_probability = thresholds[2];
 
   // Sums are float32 whatever the weights are.
   const Tensor states = given.to(at::kFloat);
@@ -334,8 +336,7 @@ TORCH_LIBRARY_FRAGMENT(tide, library) {
       "decide_exits(Tensor states, Tensor notes, Tensor? affine, Tensor weights, int[] sizes, "
       "Tensor? norm_weight, Tensor? norm_bias, float norm_eps, bool centred, Tensor head, "
       "Tensor? head_bias, float multiplier, float cap, Tensor? places, Tensor? vocabulary, "
-      "float router_eps, float? router_threshold, float prefilter_threshold, "
-      "float confidence_threshold, float top_probability) -> Tensor");
+      "float router_eps) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(tide, CPU, library) { library.impl("decide_exits", &decide_exits); }
