@@ -167,24 +167,44 @@ def test_a_graph_has_it_as_one_operation(dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def test_other_thresholds_need_no_other_graph() -> None:
-    """What is compiled for one risk, and kept on disk, serves the others."""
+def test_graphs_that_differ_in_thresholds_alone_are_the_same_code() -> None:
     codes: list[str] = []
+    exits: list[int] = []
+    stricter: tuple[dict[str, float], ...] = (
+        {}, {"router": 0.5}, {"prefilter": 0.5}, {"confidence": 0.5}
+    )  # fmt: skip
 
-    def decide(threshold: float) -> Tensor:
-        gate = make_gate(replace(ALL, confidence=threshold))
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        assert all(node.op != "get_attr" for node in graph.graph.nodes)  # no constant is in it
+        codes.append(graph.code)
+        return graph
+
+    for changes in stricter:
+        gate = make_gate(replace(ALL, top_probability=0.02, **changes))
+        expected = gate.decide(*tokens(40)).pack()
         gate.fuse(compiled=True)
-
-        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-            codes.append(graph.code)
-            return graph
-
+        compiled = torch.compile(lambda *of, g=gate: g(*of), backend=backend, fullgraph=True)
+        got = compiled(*tokens(40))
         torch._dynamo.reset()
-        return torch.compile(lambda *of: gate(*of), backend=backend, fullgraph=True)(*tokens(40))
+        assert got[:, 0].equal(expected[:, 0])
+        exits.append(int(got[:, 0].sum()))
+    assert len(codes) == 4 and len(set(codes)) == 1
+    assert max(exits[1:]) < exits[0] and len(set(exits)) > 2
 
-    lenient, strict = decide(0.35), decide(0.6)
-    assert codes[0] == codes[1]
-    assert lenient[:, 0].sum() > strict[:, 0].sum()
+
+@torch.no_grad()
+def test_thresholds_are_not_rounded_to_the_default_dtype() -> None:
+    """Which is the model's own where vLLM loads weights."""
+    fine = Thresholds(router=0.98192, prefilter=0.93506, confidence=0.99346, top_probability=0.9985)
+    gate = make_gate(fine)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        gate.fuse(compiled=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert gate.fused is not None
+    packed = gate.fused._weights[-4:]
+    assert packed.tolist() == pytest.approx([0.98192, 0.93506, 0.99346, 0.9985], abs=1e-6)
 
 
 @torch.no_grad()

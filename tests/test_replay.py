@@ -246,12 +246,12 @@ def test_auto_takes_what_is_faster_by_the_recording(
 
 def test_auto_stays_lossless_where_exits_are_hardly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tide.decode.plan.measure_loop", lambda *args, **_: COSTS)
-    for ahead, way in ((0.99, "lossless"), (1.04, "lossless"), (1.06, "exit")):
+    for ahead, way in ((0.99, "lossless"), (1.01, "lossless"), (1.03, "exit")):
         found = {"lossless": 1.5, "exit": 1.2, "both": 1.5 * ahead}
         monkeypatch.setattr("tide.decode.plan.speedups", lambda _, found=found: found)
         plan = engine(recorded(2)).plan
         assert plan.config.mode == way
-        assert ("too small a lead" in str(plan)) == (ahead == 1.04)
+        assert ("too small a lead" in str(plan)) == (ahead == 1.01)
 
 
 def test_auto_measures_this_device() -> None:

@@ -15,8 +15,7 @@ from tide.decode.replay import replay_ways, speedups, ways_of
 from tide.exits.recording import Recording
 from tide.models.costs import measure_loop
 
-# By which exits must be ahead of drafts alone: expected speeds are known to some 5 %.
-_CLEARLY = 1.05
+_CLEARLY = 1.02  # by which exits must be ahead of drafts alone: costs are not known better
 
 
 @dataclass(frozen=True)
@@ -85,14 +84,14 @@ def make_plan(machinery: Machinery, recording: Recording | None, batch: int) -> 
     setting = Setting(config.with_(max_tree=nodes), layers, thresholds)
     replayed = replay_ways(recording, setting, costs, exits.table)
     found = speedups(replayed)
-    # Where they are as fast, the one that changes no token.
+    # Unless exits are clearly ahead, the way that changes no token.
     way = max(ways, key=lambda name: found[name] * (_CLEARLY if name == "lossless" else 1.0))
     gives = f"{found[way]:.2f}x"
     if way == "lossless":
         other = max(found["exit"], found["both"])
         reason = f"exits would give {other:.2f}x here, drafts alone {gives}"
         if other > found[way]:
-            reason += ", too small a lead to rely on"
+            reason += ", which is too small a lead"
     else:
         reason = f"this would give {gives} here, drafts alone {found['lossless']:.2f}x"
     reason += " (expected from the calibration prompts)"

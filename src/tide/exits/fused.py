@@ -3,6 +3,7 @@ in one operation of our own on a CPU."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class FusedGate:
 
         A graph pays for every tensor that it is given, and there would be more of a gate's than of
         a layer's. The affine map stays a tensor of its own, in bfloat16 if that has all of it.
-        Thresholds are in it too: graphs that differ in them alone are the same code, compiled once.
+        Thresholds are in it too: graphs that differ in them alone are the same code.
         """
         fixed, fixed_bias, self._places = self.candidates
         self._affine = affine_bias = None
@@ -64,12 +65,16 @@ class FusedGate:
             affine_bias, rounded = self.affine.bias, self.affine.weight.bfloat16()
             weight = self.affine.weight
             self._affine = (rounded if rounded.equal(weight) else weight).contiguous()
+        # Not in the default dtype, which vLLM sets to the model's while it loads weights.
+        as_numbers = partial(torch.tensor, dtype=torch.float32)
         routed = self.router.router_threshold
-        others = self.prefilter.threshold, self.confidence.threshold, self.top_probability
-        thresholds = None if routed is None else torch.tensor([routed]), torch.tensor(others)
+        router_threshold = None if routed is None else as_numbers([routed])
+        thresholds = as_numbers(
+            [self.prefilter.threshold, self.confidence.threshold, self.top_probability]
+        )
         parts = (
             affine_bias, fixed, fixed_bias, *self.router[:5], *self.prefilter[:4],
-            *self.confidence[:4], *thresholds,
+            *self.confidence[:4], router_threshold, thresholds,
         )  # fmt: skip
         there = (torch.empty(0) if part is None else part.float().flatten() for part in parts)
         self._weights = torch.cat(list(there))

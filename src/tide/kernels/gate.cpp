@@ -113,7 +113,8 @@ float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
 constexpr size_t kParts = 18;
 
-// The weights and thresholds of this gate alone, one after the other; a part of size 0 is not there.
+// What only this gate reads, weights and thresholds, one after the other; a part of size 0 is not
+// there.
 struct Parts {
   const float* weights;
   at::IntArrayRef sizes;
@@ -210,7 +211,7 @@ Tensor decide_exits(const Tensor& given, const Tensor& notes, const Maybe& affin
                   (!affine || (numeric(*affine) && affine->numel() == size * size)),
               "tide::decide_exits takes contiguous states, heads and affine maps, float32 or "
               "bfloat16");
-  TORCH_CHECK(sizes.size() == kParts && weights.is_contiguous() &&
+  TORCH_CHECK(sizes.size() == kParts && sizes.back() == 3 && weights.is_contiguous() &&
                   weights.numel() == std::accumulate(sizes.begin(), sizes.end(), int64_t{0}),
               "tide::decide_exits takes ", kParts, " parts in one contiguous tensor");
   const Scale scale{static_cast<float>(multiplier), static_cast<float>(cap)};
