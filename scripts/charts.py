@@ -8,7 +8,7 @@ Drawn from result files. What a chart shows is also in a table, and captions are
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 import model_tables as models
@@ -172,41 +172,86 @@ SHAPES = ("M{x} {y}m-6 0a6 6 0 1 0 12 0a6 6 0 1 0 -12 0", "M{x} {y}m-6 -6h12v12h
 def sizes() -> str:
     """Depth saved by exits at three error rates, against the size of the model."""
     found = models.measured("depth_{}")
-    left, right, top, bottom = 44, WIDTH - 16, 62, 262
     shares = {
-        risk: [max(at["depth_saved"] for at in of["exits"][risk]) for of in found.values()]
+        f"{100 * float(risk):.0f} %": [
+            max(at["depth_saved"] for at in of["exits"][risk]) for of in found.values()
+        ]
         for risk in models.RISKS
     }
-    most = max(0.2, *(share for of in shares.values() for share in of))
+    title = "depth saved by exits, at an error rate of"
+    told = "; ".join(
+        f"{models.name(of)} {', '.join(f'{100 * some[k]:.1f} %' for some in shares.values())}"
+        for k, of in enumerate(found.values())
+    )
+    names = {model: f"{models.MODELS[model][0]:,} M" for model in found}
+    ticks = {n / 20: f"{5 * n} %" for n in range(20)}
+    return _against_size(names, shares, ticks, title, f"depth saved at 1, 2 and 5 % error: {told}")
+
+
+def modes() -> str:
+    """Speed-up of each mode over the fastest way without TIDE, against the size of the model."""
+    found = models.one_run_each()
+    ways = {
+        "lossless": "lossless", "exits alone": "exit without drafts",
+        "both": "exit, threshold scale 1",
+    }  # fmt: skip
+    speeds = {
+        label: [models.median(of, f"{way}, compiled") for of in found.values()]
+        for label, way in ways.items()
+    }
+    told = "; ".join(
+        f"{models.name(of)} {', '.join(times(some[k]) for some in speeds.values())}"
+        for k, of in enumerate(found.values())
+    )
+    names = {
+        model: f"{models.MODELS[model][0]:,} M, {short(of['conditions']['dtype'])}"
+        for model, of in found.items()
+    }
+    title = "speed-up over the fastest way without TIDE, batch 1"
+    ticks = {n / 2: f"{n / 2:g}x" for n in range(8)}
+    return _against_size(names, speeds, ticks, title, f"{', '.join(ways)}: {told}")
+
+
+def _against_size(
+    names: Mapping[str, str], values: Mapping[str, Sequence[float]], ticks: Mapping[float, str],
+    title: str, told: str,
+) -> str:  # fmt: skip
+    """Points by the size of a model, with a shape for each kind of value.
+
+    Args:
+        names: of models, as they stand below their points.
+        values: by kind, one for each model.
+        ticks: of the vertical axis, with their labels; those above all values are left out.
+        title: stands above.
+        told: the same in words.
+    """
+    left, right, top, bottom = 44, WIDTH - 16, 62, 262
+    most = max(max(of) for of in values.values())
     low, high = (math.log(f(size for size, _ in models.MODELS.values())) for f in (min, max))
 
     def x_of(model: str) -> float:
         at = (math.log(models.MODELS[model][0]) - low) / (high - low)
         return left + 50 + at * (right - left - 110)
 
-    def y_of(share: float) -> float:
-        return bottom - share / most * (bottom - top)
+    def y_of(value: float) -> float:
+        return bottom - value / most * (bottom - top)
 
-    parts = [_text(4, 16, "depth saved by exits, at an error rate of", "small muted")]
-    for tick in (n / 20 for n in range(int(20 * most) + 1)):
-        parts.append(f'<path class="grid" d="M{left} {y_of(tick):.1f}H{right}"/>')
-        parts.append(_text(left - 6, y_of(tick) + 4, f"{100 * tick:.0f} %", "small muted", "end"))
-    for (risk, of), shape, x in zip(shares.items(), SHAPES, (60, 160, 260), strict=True):
+    parts = [_text(4, 16, title, "small muted")]
+    for tick, label in ticks.items():
+        if tick <= most:
+            parts.append(f'<path class="grid" d="M{left} {y_of(tick):.1f}H{right}"/>')
+            parts.append(_text(left - 6, y_of(tick) + 4, label, "small muted", "end"))
+    for (kind, of), shape, x in zip(values.items(), SHAPES, (60, 160, 260), strict=True):
         legend = shape.format(x=x, y=36)
         parts.append(f'<path class="point" d="{legend}"/>')
-        parts.append(_text(x + 14, 40, f"{100 * float(risk):.0f} %", "small"))
-        for model, share in zip(found, of, strict=True):
-            place = shape.format(x=f"{x_of(model):.1f}", y=f"{y_of(share):.1f}")
+        parts.append(_text(x + 14, 40, kind, "small"))
+        for model, value in zip(names, of, strict=True):
+            place = shape.format(x=f"{x_of(model):.1f}", y=f"{y_of(value):.1f}")
             parts.append(f'<path class="point" d="{place}"/>')
-    for model in found:
-        name = f"{models.MODELS[model][0]:,} M"
+    for model, name in names.items():
         parts.append(_text(x_of(model), bottom + 18, name, "small muted", "middle"))
     parts.append(_text((left + right) / 2, bottom + 36, "parameters", "small muted", "middle"))
-    told = "; ".join(
-        f"{models.name(of)} {', '.join(f'{100 * shares[risk][k]:.1f} %' for risk in shares)}"
-        for k, of in enumerate(found.values())
-    )
-    return _svg(bottom + 48, parts, f"depth saved at 1, 2 and 5 % error: {told}")
+    return _svg(bottom + 48, parts, told)
 
 
 # A part of a step -> how its box is filled; told apart without colour.
@@ -257,7 +302,8 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start")
 
 
 CHARTS = {
-    "methods": methods, "tradeoff": tradeoff, "depth": depth, "sizes": sizes, "steps": steps
+    "methods": methods, "tradeoff": tradeoff, "depth": depth, "sizes": sizes, "modes": modes,
+    "steps": steps,
 }  # fmt: skip
 
 

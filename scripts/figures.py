@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import model_tables as models
 import reference
 from headline_tables import CERTIFIED
 from results import percent, read, times
@@ -128,6 +129,7 @@ _LARGER = "modes_qwen2_5_coder_1_5b_batch_1"
 _AMX = "modes_qwen2_5_coder_1_5b_bf16_batch_1"  # on problems of GSM8K, certified
 _SMALL = "modes_smollm2_batch_1"
 _GEMMA = "modes_gemma3_270m_batch_1"
+_GEMMA_AMX = "modes_gemma3_270m_bf16_batch_1"
 
 
 def _coder(method: str, source: str) -> dict[str, Any]:
@@ -135,8 +137,8 @@ def _coder(method: str, source: str) -> dict[str, Any]:
 
 
 def _median(method: str, source: str = CERTIFIED) -> str:
-    """Speed-up over the fastest without us, the median of prompts."""
-    return times(_coder(method, source)["per_prompt_speedup"]["p50"])
+    """Speed-up over the fastest without us, compiled, the median of prompts."""
+    return times(models.median(read(source), f"{method}, compiled"))
 
 
 def _perfect(source: str) -> str:
@@ -145,10 +147,17 @@ def _perfect(source: str) -> str:
     return times(expected["perfect"] / expected["lossless"])
 
 
-def _perfect_here(source: str) -> str:
-    """The same, by what the engine in mode "auto" of a run expected."""
+def _expected(way: str, source: str) -> str:
+    """What a way adds to drafts alone, as the engine in mode "auto" of a run expected it."""
     expected = _coder("auto", source)["expected"]
-    return times(expected["perfect"] / expected["lossless"])
+    return times(expected[way] / expected["lossless"])
+
+
+def _over_off(method: str, source: str) -> str:
+    """Speed-up over the same engine without drafts and exits, of medians of prompts."""
+    run = read(source)
+    ours, off = (models.median(run, f"{name}, compiled") for name in (method, "off"))
+    return times(ours / off)
 
 
 def _eight(source: str) -> str:
@@ -159,16 +168,14 @@ def _eight(source: str) -> str:
 
 def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
     """Of exits beside drafts over drafts alone, in one run: over each row of drafts alone."""
-    rows = read(source)["results"]
-    found = [row for row in rows if row["method"].endswith(", compiled") == bool(compiled)]
+    run = read(source)
     alone = [
-        row["per_prompt_speedup"]["p50"]
-        for row in found
-        if row["method"] == f"lossless{compiled}" or row.get("plan", "").startswith("lossless:")
+        models.median(run, row["method"])
+        for row in run["results"]
+        if row["method"].endswith(", compiled") == bool(compiled)
+        and (row["method"] == f"lossless{compiled}" or row.get("plan", "").startswith("lossless:"))
     ]
-    both = [
-        _method(found, f"{method}{compiled}")["per_prompt_speedup"]["p50"] for method in methods
-    ]
+    both = [models.median(run, f"{method}{compiled}") for method in methods]
     return _span([exits / drafts for drafts in alone for exits in both], "{:.2f}x")
 
 
@@ -204,7 +211,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "coder_gain": lambda: _gain(_CODER, "exit, threshold scale 1", "auto"),
     **{
         f"{name}_{what}": lambda method=method, source=source: _median(method, source)
-        for name, source in (("small", _SMALL), ("gemma", _GEMMA), ("larger", _LARGER))
+        for name, source in (
+            ("small", _SMALL),
+            ("gemma", _GEMMA),
+            ("gemma_amx", _GEMMA_AMX),
+            ("larger", _LARGER),
+        )
         for what, method in (
             ("lossless", "lossless"),
             ("alone", "exit without drafts"),
@@ -224,17 +236,15 @@ FIGURES: dict[str, Callable[[], str]] = {
     },
     "amx_eight": lambda: _eight("depth_qwen2_5_coder_1_5b_bf16"),
     "amx_gain": lambda: _gain(_AMX, "exit, risk 0.02", "exit, risk 0.05"),
-    "amx_over_off": lambda: times(
-        _coder("exit without drafts, risk 0.02", _AMX)["per_prompt_speedup"]["p50"]
-        / _coder("off", _AMX)["per_prompt_speedup"]["p50"]
-    ),
+    "amx_over_off": lambda: _over_off("exit without drafts, risk 0.02", _AMX),
+    "amx_uncertified": lambda: _gain(_AMX, "exit, threshold scale 1"),
     "amx_tokens": lambda: " and ".join(
         f"{_coder(method, _AMX)['tokens_per_step']:.2f}"
         for method in ("lossless", "exit, risk 0.02")
     ),
     "amx_differ": lambda: percent(_coder("exit, risk 0.02", _AMX)["disagreement"]),
     "amx_perfect": lambda: _perfect("depth_qwen2_5_coder_1_5b_bf16"),
-    "small_perfect": lambda: _perfect_here(_SMALL),
+    "small_perfect": lambda: _expected("perfect", _SMALL),
     "small_gain": lambda: _gain(_SMALL, "exit, threshold scale 1"),
     "small_differ": lambda: percent(_coder("exit, threshold scale 1", _SMALL)["disagreement"]),
     "small_auto": lambda: _median("auto", _SMALL),
@@ -242,6 +252,12 @@ FIGURES: dict[str, Callable[[], str]] = {
         f"{_coder(method, _SMALL)['tokens_per_step']:.2f}"
         for method in ("lossless", "exit, threshold scale 1")
     ),
+    "gemma_amx_over_off": lambda: _over_off("exit without drafts", _GEMMA_AMX),
+    "gemma_amx_gain": lambda: _gain(_GEMMA_AMX, "exit, threshold scale 1", "auto"),
+    "gemma_amx_differ": lambda: percent(
+        _coder("exit, threshold scale 1", _GEMMA_AMX)["disagreement"]
+    ),
+    "gemma_amx_expected": lambda: _expected("both", _GEMMA_AMX),
     "gemma_head": lambda: _in_layers("head", "depth_gemma3_270m"),
     "gemma_gain": lambda: _gain(_GEMMA, "exit, threshold scale 1", "auto"),
     "gemma_differ": lambda: percent(_coder("exit, threshold scale 1", _GEMMA)["disagreement"]),

@@ -36,6 +36,17 @@ def measured(form: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def one_run_each() -> dict[str, dict[str, Any]]:
+    """A run of each model at batch 1: in bfloat16, where there is one."""
+    return measured("modes_{}_batch_1") | measured("modes_{}_bf16_batch_1")
+
+
+def median(run: dict[str, Any], method: str) -> float:
+    """Speed-up of a method over the fastest way without TIDE, the median of prompts."""
+    found = next(of for of in run["results"] if of["method"] == method)
+    return found["per_prompt_speedup"]["p50"]
+
+
 def gate_costs() -> str:
     """What gates cost, uncompiled and in compiled segments."""
     found = measured("gate_costs_{}")

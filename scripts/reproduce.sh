@@ -174,6 +174,9 @@ step self_drafts self_drafts
 SUFFIX=_bf16
 step gate_costs_smollm2_bf16 gate_costs smollm2
 step gate_costs_qwen2_5_coder_1_5b_bf16 gate_costs qwen2_5_coder_1_5b
+step depth_smollm2_bf16 depth smollm2 prompts 700 128
+step depth_gemma3_270m_bf16 depth gemma3_270m prompts 570 128
+step depth_qwen2_5_coder_0_5b_bf16 depth qwen2_5_coder_0_5b code 360 256
 step depth_qwen2_5_coder_1_5b_bf16 depth qwen2_5_coder_1_5b code 400 256
 larger_certificates() {
   local at=$WORK/depth_qwen2_5_coder_1_5b_bf16
@@ -183,6 +186,19 @@ larger_certificates() {
     --out $R/certificates_qwen2_5_coder_1_5b_bf16.json
 }
 step certificates_qwen2_5_coder_1_5b_bf16 larger_certificates
+# On other prompts, since the first test has shown no risk below 5 %.
+larger_strict() {
+  local at=$WORK/depth_qwen2_5_coder_1_5b_bf16
+  python bench/certificates.py "$(weights qwen2_5_coder_1_5b)" "$at" --dtype bfloat16 \
+    --certify gsm8k_code --serve spec_bench --risk 0.02 --skip 320 --sequences 256 --same 64 \
+    --fresh 16 --new 48 --batch 16 --threshold-scale 0.03 0.06 --save "$at" \
+    --unused "$WORK/unused.jsonl" --out $R/certificates_qwen2_5_coder_1_5b_bf16_strict.json
+}
+step certificates_qwen2_5_coder_1_5b_bf16_strict larger_strict
+step modes_smollm2_bf16_batch_1 modes_of smollm2 "$SPEC" 1 13 --compile-only
+step modes_gemma3_270m_bf16_batch_1 modes_of gemma3_270m "$SPEC" 1 13 --compile-only
+step modes_qwen2_5_coder_0_5b_bf16_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13 \
+  --compile-only
 larger_modes() { modes_of qwen2_5_coder_1_5b "$WORK/unused.jsonl" "$@" --risk 0.02 0.05 --compile-only; }
 step modes_qwen2_5_coder_1_5b_bf16_batch_1 larger_modes 1 10
 step modes_qwen2_5_coder_1_5b_bf16_batch_4 larger_modes 4 16
