@@ -204,7 +204,7 @@ def modes() -> str:
         for k, of in enumerate(found.values())
     )
     names = {
-        model: f"{models.MODELS[model][0]:,} M, {short(of['conditions']['dtype'])}"
+        model: f"{models.MODELS[model][0]:,} M\n{short(of['conditions']['dtype'])}"
         for model, of in found.items()
     }
     title = "speed-up over the fastest way without TIDE, batch 1"
@@ -219,7 +219,7 @@ def _against_size(
     """Points by the size of a model, with a shape for each kind of value.
 
     Args:
-        names: of models, as they stand below their points.
+        names: of models, as they stand below their points, in one or more lines.
         values: by kind, one for each model.
         ticks: of the vertical axis, with their labels; those above all values are left out.
         title: stands above.
@@ -249,9 +249,11 @@ def _against_size(
             place = shape.format(x=f"{x_of(model):.1f}", y=f"{y_of(value):.1f}")
             parts.append(f'<path class="point" d="{place}"/>')
     for model, name in names.items():
-        parts.append(_text(x_of(model), bottom + 18, name, "small muted", "middle"))
-    parts.append(_text((left + right) / 2, bottom + 36, "parameters", "small muted", "middle"))
-    return _svg(bottom + 48, parts, told)
+        for k, line in enumerate(name.split("\n")):
+            parts.append(_text(x_of(model), bottom + 18 + 15 * k, line, "small muted", "middle"))
+    under = bottom + 21 + 15 * max(len(name.split("\n")) for name in names.values())
+    parts.append(_text((left + right) / 2, under, "parameters", "small muted", "middle"))
+    return _svg(under + 12, parts, told)
 
 
 # A part of a step -> how its box is filled; told apart without colour.

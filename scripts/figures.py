@@ -124,12 +124,13 @@ def _gate(answer: str) -> float:
     return read("gate_costs_smollm2")["results"]["uncompiled"][answer]
 
 
-_CODER = "modes_qwen2_5_coder_0_5b_batch_1"  # on held-out functions of HumanEval
-_LARGER = "modes_qwen2_5_coder_1_5b_batch_1"
+_LARGER = "modes_qwen2_5_coder_1_5b_batch_1"  # on held-out functions of HumanEval
+_CODER_AMX = "modes_qwen2_5_coder_0_5b_bf16_batch_1"
 _AMX = "modes_qwen2_5_coder_1_5b_bf16_batch_1"  # on problems of GSM8K, certified
 _SMALL = "modes_smollm2_batch_1"
 _GEMMA = "modes_gemma3_270m_batch_1"
 _GEMMA_AMX = "modes_gemma3_270m_bf16_batch_1"
+_BOTH = ("exit, threshold scale 1",)
 
 
 def _coder(method: str, source: str) -> dict[str, Any]:
@@ -141,22 +142,22 @@ def _median(method: str, source: str = CERTIFIED) -> str:
     return times(models.median(read(source), f"{method}, compiled"))
 
 
-def _perfect(source: str) -> str:
-    """What gates that know which tokens may exit would add to drafts alone, at batch 1."""
-    expected = read(source)["expected"]["1"]
-    return times(expected["perfect"] / expected["lossless"])
+def _with_auto() -> list[models.Choice]:
+    """Of exits in all compiled runs, where mode "auto" was one of the methods."""
+    found = [choice for run in models.runs() for choice in models.choices(run)]
+    return [choice for choice in found if choice.compiled and "auto" in choice.ways]
+
+
+def _perfect_gates() -> list[float]:
+    """What gates that know which tokens may exit are expected to add to drafts alone."""
+    found = [choice.ways["auto"].get("expected", {}) for choice in _with_auto()]
+    return [of["perfect"] / of["lossless"] for of in found if "perfect" in of]
 
 
 def _expected(way: str, source: str) -> str:
     """What a way adds to drafts alone, as the engine in mode "auto" of a run expected it."""
     expected = _coder("auto", source)["expected"]
     return times(expected[way] / expected["lossless"])
-
-
-def _over_off(method: str, source: str) -> str:
-    """Speed-up over the same engine without drafts and exits, by median times of a token."""
-    ours, off = (_coder(name, source)["ms_per_token"] for name in (method, "off"))
-    return times(off / ours)
 
 
 def _eight(source: str) -> str:
@@ -167,15 +168,7 @@ def _eight(source: str) -> str:
 
 def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
     """Of exits beside drafts over drafts alone, in one run: over each row of drafts alone."""
-    run = read(source)
-    alone = [
-        models.median(run, row["method"])
-        for row in run["results"]
-        if row["method"].endswith(", compiled") == bool(compiled)
-        and (row["method"] == f"lossless{compiled}" or row.get("plan", "").startswith("lossless:"))
-    ]
-    both = [models.median(run, f"{method}{compiled}") for method in methods]
-    return _span([exits / drafts for drafts in alone for exits in both], "{:.2f}x")
+    return models.span(models.gains(read(source), *(f"{m}{compiled}" for m in methods)))
 
 
 def _expected_and_measured(what: str) -> str:
@@ -206,69 +199,20 @@ def _assisted(method: str) -> str:
 
 
 FIGURES: dict[str, Callable[[], str]] = {
-    "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b"),
-    "coder_gain": lambda: _gain(_CODER, "exit, threshold scale 1", "auto"),
-    **{
-        f"{name}_{what}": lambda method=method, source=source: _median(method, source)
-        for name, source in (
-            ("small", _SMALL),
-            ("gemma", _GEMMA),
-            ("gemma_amx", _GEMMA_AMX),
-            ("larger", _LARGER),
-        )
-        for what, method in (
-            ("lossless", "lossless"),
-            ("alone", "exit without drafts"),
-            ("both", "exit, threshold scale 1"),
-            ("off", "off"),
-        )
-    },
-    **{
-        f"amx_{what}": lambda method=method: _median(method, _AMX)
-        for what, method in (
-            ("lossless", "lossless"),
-            ("alone", "exit without drafts, risk 0.02"),
-            ("both", "exit, risk 0.02"),
-            ("auto", "auto, risk 0.02"),
-            ("auto_5", "auto, risk 0.05"),
-        )
-    },
-    "amx_eight": lambda: _eight("depth_qwen2_5_coder_1_5b_bf16"),
+    # What exits add to drafts alone, in one run of a model.
+    "small_gain": lambda: _gain(_SMALL, *_BOTH),
+    "gemma_gain": lambda: _gain(_GEMMA, *_BOTH, "auto"),
+    "gemma_amx_gain": lambda: _gain(_GEMMA_AMX, *_BOTH, "auto"),
+    "larger_gain": lambda: _gain(_LARGER, *_BOTH, "auto"),
+    "coder_amx_gain": lambda: _gain(_CODER_AMX, *_BOTH, "auto"),
+    "coder_amx_four": lambda: _gain(_CODER_AMX.replace("batch_1", "batch_4"), *_BOTH, "auto"),
     "amx_gain": lambda: _gain(_AMX, "exit, risk 0.02", "exit, risk 0.05"),
-    "amx_over_off": lambda: _over_off("exit without drafts, risk 0.02", _AMX),
-    "amx_uncertified": lambda: _gain(_AMX, "exit, threshold scale 1"),
-    "amx_tokens": lambda: " and ".join(
-        f"{_coder(method, _AMX)['tokens_per_step']:.2f}"
-        for method in ("lossless", "exit, risk 0.02")
-    ),
-    "amx_differ": lambda: percent(_coder("exit, risk 0.02", _AMX)["disagreement"]),
-    "amx_perfect": lambda: _perfect("depth_qwen2_5_coder_1_5b_bf16"),
-    "small_perfect": lambda: _expected("perfect", _SMALL),
-    "small_gain": lambda: _gain(_SMALL, "exit, threshold scale 1"),
-    "small_differ": lambda: percent(_coder("exit, threshold scale 1", _SMALL)["disagreement"]),
-    "small_auto": lambda: _median("auto", _SMALL),
-    "small_tokens": lambda: " and ".join(
-        f"{_coder(method, _SMALL)['tokens_per_step']:.2f}"
-        for method in ("lossless", "exit, threshold scale 1")
-    ),
-    "gemma_amx_over_off": lambda: _over_off("exit without drafts", _GEMMA_AMX),
-    "gemma_amx_gain": lambda: _gain(_GEMMA_AMX, "exit, threshold scale 1", "auto"),
-    "gemma_amx_differ": lambda: percent(
-        _coder("exit, threshold scale 1", _GEMMA_AMX)["disagreement"]
-    ),
+    "coder_amx_exits": lambda: percent(_coder(*_BOTH, _CODER_AMX)["exit_rate"], 0),
+    "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b_bf16"),
+    "amx_eight": lambda: _eight("depth_qwen2_5_coder_1_5b_bf16"),
+    "perfect_gates": lambda: models.span(_perfect_gates()),
+    "auto_least": lambda: f"{min(c.auto_of_fastest for c in _with_auto()):.2f}",
     "gemma_amx_expected": lambda: _expected("both", _GEMMA_AMX),
-    "gemma_head": lambda: _in_layers("head", "depth_gemma3_270m"),
-    "gemma_gain": lambda: _gain(_GEMMA, "exit, threshold scale 1", "auto"),
-    "gemma_differ": lambda: percent(_coder("exit, threshold scale 1", _GEMMA)["disagreement"]),
-    "gemma_expected": lambda: " and ".join(
-        times(at["both"] / at["lossless"]) for at in read("depth_gemma3_270m")["expected"].values()
-    ),
-    "larger_head": lambda: _in_layers("head", "depth_qwen2_5_coder_1_5b"),
-    "larger_gain": lambda: _gain(_LARGER, "exit, threshold scale 1", "auto"),
-    "larger_differ": lambda: percent(_coder("exit, threshold scale 1", _LARGER)["disagreement"]),
-    "certified_exits": lambda: _median("exit, risk 0.05"),
-    "certified_lossless": lambda: _median("lossless"),
-    "certified_alone": lambda: _median("exit without drafts, risk 0.02"),
     "certified_gain": lambda: _gain(CERTIFIED, "exit, risk 0.02", "exit, risk 0.05"),
     "certified_gain_uncompiled": lambda: _gain(
         CERTIFIED, "exit, risk 0.02", "exit, risk 0.05", compiled=""
@@ -330,9 +274,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "vllm_exit_share_1": lambda: (
         f"{_vllm('vllm_exits', 1, 'all exit at half depth')['share_of_ideal']:.2f}"
     ),
-    "compiled_bf16": lambda: _compiled("lossless, compiled", "bfloat16"),
     "trees_bf16": lambda: _compiled("lossless, trees, compiled", "bfloat16", "trees_speed"),
-    "trees_no_amx": lambda: _compiled("lossless, trees, compiled", "float32", "compiled_no_amx"),
     "trees_over_eager": lambda: _over("HF eager", "trees_speed", "lossless, trees, compiled"),
     "trees_uncompiled_no_amx": lambda: _over("HF eager", "compiled_no_amx", "lossless, trees"),
     "one_branch": lambda: _one_branch("one branch, 10 nodes"),
@@ -350,21 +292,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "targets": lambda: str(len({row["target"] for row in read("kernels")["compiled"]})),
     "serve_start": lambda: f"{read('vllm_load')['conditions']['seconds_to_start']['tide serve']} s",
-    "chains_bf16": lambda: _compiled("lossless, compiled", "bfloat16", "trees_speed"),
-    "compiled_fp32": lambda: _compiled("lossless, compiled", "float32"),
     "exits_alone": lambda: times(_exits(drafts=False)["speedup"]),
     "exits_saved": lambda: _saved(_exits(drafts=False)),
-    "exits_differ": lambda: percent(_exits(drafts=False)["disagreement"]),
-    "exits_drafts": lambda: times(_exits(drafts=True)["speedup"]),
     "exits_drafts_differ": lambda: percent(_exits(drafts=True)["disagreement"]),
-    "bench_lossless": lambda: times(_bench("lossless")["speedup"]),
-    "bench_lookup": lambda: times(_bench("prompt lookup")["speedup"]),
-    "lossless_table": lambda: times(_lossless("context + table")["speedup"]),
-    "lossless_context": lambda: times(_lossless("context")["speedup"]),
-    "lossless_lookup": lambda: times(_lossless("prompt lookup")["speedup"]),
-    "lossless_categories": lambda: _span(
-        list(_lossless("context + table")["by_category"].values())
-    ),
     "identical_lookup": lambda: _lossless("prompt lookup")["exact_match_outputs"],
     "identical_context": lambda: _lossless("context")["exact_match_outputs"],
     "off": _off,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from headline_tables import BASELINE, COMPILED
+from headline_tables import BASELINE, COMPILED, short
 from results import RESULTS, conditions, percent, read, table, times
 
 # Millions of parameters of each, and layers.
@@ -13,15 +13,14 @@ MODELS = {"smollm2": (135, 30), "gemma3_270m": (268, 18), "qwen2_5_coder_0_5b": 
           "qwen2_5_coder_1_5b": (1544, 28)}  # fmt: skip
 RISKS = ("0.01", "0.02", "0.05")
 # Runs of `tide bench`, and the sources of their prompts.
-RUNS = ("modes_{}_batch_1", "modes_{}_batch_4", "modes_{}_certified")
+RUNS = ("modes_{}_batch_1", "modes_{}_batch_4", "modes_{}_certified",
+        "modes_{}_bf16_batch_1", "modes_{}_bf16_batch_4", "modes_{}_bf16_certified")  # fmt: skip
 PROMPTS = {
     "question.jsonl": "Spec-Bench",
     "code.jsonl": "HumanEval",
     "problems.jsonl": "GSM8K, as code",
     "unused.jsonl": "GSM8K, as code",
 }
-# In bfloat16.
-RUNS_BF16 = ("modes_{}_bf16_batch_1", "modes_{}_bf16_batch_4")
 BASELINES = {COMPILED: "`generate`, compiled", BASELINE: "`generate`, eager"}
 DEPTHS = (0.5, 0.75, 0.9)
 
@@ -43,13 +42,12 @@ def one_run_each() -> dict[str, dict[str, Any]]:
 
 def median(run: dict[str, Any], method: str) -> float:
     """Speed-up of a method over the fastest way without TIDE, the median of prompts."""
-    found = next(of for of in run["results"] if of["method"] == method)
-    return found["per_prompt_speedup"]["p50"]
+    return _p50(next(of for of in run["results"] if of["method"] == method))
 
 
-def gate_costs() -> str:
+def gate_costs(form: str = "gate_costs_{}") -> str:
     """What gates cost, uncompiled and in compiled segments."""
-    found = measured("gate_costs_{}")
+    found = measured(form)
     rows = [
         (name(of), way, f"{1e3 * cost['layer_seconds']:.2f}", f"{cost['no']:.2f}",
          "{:.2f} to {:.2f}".format(*cost["no_range"]), f"{cost['yes']:.2f}")
@@ -96,53 +94,104 @@ def depth(form: str = "depth_{}") -> str:
     return table(head, rows) + conditions(_shared(found.values()))
 
 
-def speed(forms: Iterable[str] = RUNS) -> str:
-    """What the modes gave, by model, prompts and batch."""
-    names = [form.format(model) for model in MODELS for form in forms]
-    runs = [read(name) for name in names if (RESULTS / f"{name}.json").exists()]
-    if not runs:
-        raise FileNotFoundError(2, "No such file", f"{names[0]}.json")
-    rows = [
-        (name(run), PROMPTS[run["conditions"]["data"]], run["conditions"]["batch"], *cells)
-        for run in runs
-        for cells in _modes(run["results"])
-    ]
-    head = ("model", "prompts", "batch", "TIDE", "fastest without it", "speed-up",
-            "p20 to p80 of calls", "over `generate`, eager", "tokens that differ",
-            "certified risk")  # fmt: skip
-    shared = {key: value for key, value in _shared(runs).items() if value is not None}
+class Choice(NamedTuple):
+    """What a run gave for a choice of exits.
+
+    Attributes:
+        compiled: what the names of its methods end with.
+        risk: for which the exits are certified; None: as calibrated.
+        ways: "lossless", "exits alone", "both" and, where it was run, "auto".
+    """
+
+    compiled: str
+    risk: float | None
+    ways: dict[str, dict[str, Any]]
+
+    @property
+    def auto_of_fastest(self) -> float:
+        """How fast mode "auto" was in terms of the fastest."""
+        return _p50(self.ways["auto"]) / max(map(_p50, self.ways.values()))
+
+    def expected(self, way: str) -> str:
+        """What the replay behind mode "auto" expected a way to add to drafts alone."""
+        found = self.ways.get("auto", {}).get("expected", {})
+        return times(found[way] / found["lossless"]) if way in found else ""
+
+
+def runs() -> list[dict[str, Any]]:
+    """Of all modes, as far as there are any."""
+    names = [form.format(model) for model in MODELS for form in RUNS]
+    return [read(name) for name in names if (RESULTS / f"{name}.json").exists()]
+
+
+def choices(run: dict[str, Any]) -> Iterator[Choice]:
+    """Of exits in a run, compiled and not."""
+    found = {of["method"]: of for of in run["results"]}
+    risks = sorted({of["certificate"]["risk"] for of in found.values() if of.get("certificate")})
+    for compiled in ("", ", compiled"):
+        if f"lossless{compiled}" not in found:
+            continue
+        for risk in (None, *risks):
+            at = compiled if risk is None else f", risk {risk:g}{compiled}"
+            both = f"exit{', threshold scale 1' if risk is None else ''}{at}"
+            names = {"lossless": f"lossless{compiled}", "exits alone": f"exit without drafts{at}",
+                     "both": both, "auto": f"auto{at}"}  # fmt: skip
+            ways = {way: found[name] for way, name in names.items() if name in found}
+            yield Choice(compiled, risk, ways)
+
+
+def speed() -> str:
+    """What the modes gave: a line for each run, and in it for each choice of exits."""
+    found = runs()
+    rows = [(name(run), *_line(run, choice)) for run in found for choice in choices(run)]
+    head = ("model", "run", "exits", "fastest without TIDE", "lossless", "exits alone", "both",
+            "`auto`", "both / lossless", "expected", "with perfect gates", "`auto` / fastest mode",
+            "tokens that differ")  # fmt: skip
+    shared = {key: value for key, value in _shared(found).items() if value is not None}
     return table(head, rows) + conditions(shared)
 
 
-def _modes(methods: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """What each mode of TIDE gave; speed-ups are medians of prompts."""
-    eager = methods[0]["per_prompt_speedup"]["p50"]
-    for of in methods:
-        shown = _shown(of["method"])
-        if shown is None:
-            continue
-        low, middle, high = (of["per_prompt_speedup"][at] for at in ("p20", "p50", "p80"))
-        certificate, baseline = of["certificate"], of["baseline"]
-        yield (
-            shown, BASELINES.get(baseline, baseline), times(middle), f"{low:.2f} to {high:.2f}",
-            times(middle / eager), percent(of["disagreement"]),
-            f"{certificate['risk']:.0%}" if certificate else "",
-        )  # fmt: skip
+def _line(run: dict[str, Any], choice: Choice) -> tuple[str, ...]:
+    of, ways = run["conditions"], choice.ways
+    both, baseline = ways["both"], ways["lossless"]["baseline"]
+    return (
+        f"{PROMPTS[of['data']]}, batch {of['batch']}, {short(of['dtype'])}{choice.compiled}",
+        "as calibrated" if choice.risk is None else f"certified, {percent(choice.risk, 0)}",
+        BASELINES.get(baseline, baseline),
+        *(_with_range(ways[way]) if way in ways else ""
+          for way in ("lossless", "exits alone", "both", "auto")),
+        span(gains(run, both["method"])),
+        choice.expected("both"), choice.expected("perfect"),
+        f"{choice.auto_of_fastest:.2f}" if "auto" in ways else "",
+        percent(both["disagreement"]),
+    )  # fmt: skip
 
 
-def _shown(method: str) -> str | None:
-    """How a method is called in the table; None if it is not there."""
-    if (uncompiled := method.removesuffix(", compiled")) != method:
-        shown = _shown(uncompiled)
-        return None if shown is None else f"{shown}, compiled"
-    mode, _, risk = method.partition(", risk ")
-    names = {
-        "lossless": "lossless", "exit without drafts": "exits alone",
-        "exit": "exits and drafts", "exit, threshold scale 1": "exits and drafts", "auto": "`auto`",
-    }  # fmt: skip
-    if mode not in names:
-        return None
-    return f"{names[mode]}, {float(risk):.0%}" if risk else names[mode]
+def gains(run: dict[str, Any], *methods: str) -> list[float]:
+    """Of methods over drafts alone, in one run: over each row of drafts alone."""
+    compiled = methods[0].endswith(", compiled")
+    alone = [
+        _p50(of)
+        for of in run["results"]
+        if of["method"].endswith(", compiled") == compiled
+        and (of["method"].startswith("lossless") or of.get("plan", "").startswith("lossless:"))
+    ]
+    return [median(run, method) / drafts for drafts in alone for method in methods]
+
+
+def span(values: Sequence[float]) -> str:
+    """From the least to the greatest of some speed-ups."""
+    low, high = (times(f(values)) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def _p50(of: dict[str, Any]) -> float:
+    return of["per_prompt_speedup"]["p50"]
+
+
+def _with_range(of: dict[str, Any]) -> str:
+    low, middle, high = (of["per_prompt_speedup"][at] for at in ("p20", "p50", "p80"))
+    return f"{times(middle)} ({low:.2f} to {high:.2f})"
 
 
 def _agreement(heads: dict[str, Any], after: float) -> float:

@@ -178,30 +178,41 @@ step depth_smollm2_bf16 depth smollm2 prompts 700 128
 step depth_gemma3_270m_bf16 depth gemma3_270m prompts 570 128
 step depth_qwen2_5_coder_0_5b_bf16 depth qwen2_5_coder_0_5b code 360 256
 step depth_qwen2_5_coder_1_5b_bf16 depth qwen2_5_coder_1_5b code 400 256
-larger_certificates() {
-  local at=$WORK/depth_qwen2_5_coder_1_5b_bf16
-  python bench/certificates.py "$(weights qwen2_5_coder_1_5b)" "$at" --dtype bfloat16 \
-    --certify gsm8k_code --serve spec_bench --risk 0.02 0.05 --sequences 256 --same 64 --fresh 16 \
-    --new 48 --batch 16 --threshold-scale 0.125 0.5 --save "$at" --unused "$WORK/unused.jsonl" \
-    --out $R/certificates_qwen2_5_coder_1_5b_bf16.json
+# certify_on_problems MODEL OPTIONS...: on problems of GSM8K to be solved by a program; those that are not
+# used are for `tide bench`.
+certify_on_problems() {
+  local at=$WORK/depth_$1_bf16
+  python bench/certificates.py "$(weights "$1")" "$at" --dtype bfloat16 --certify gsm8k_code \
+    --serve spec_bench --sequences 256 --same 64 --fresh 16 --new 48 --batch 16 --save "$at" \
+    --unused "$at.work/unused.jsonl" "${@:2}"
 }
-step certificates_qwen2_5_coder_1_5b_bf16 larger_certificates
+step certificates_qwen2_5_coder_0_5b_bf16 certify_on_problems qwen2_5_coder_0_5b --risk 0.02 0.05 \
+  --threshold-scale 0.06 0.125 0.5 1 --out $R/certificates_qwen2_5_coder_0_5b_bf16.json
+step certificates_qwen2_5_coder_1_5b_bf16 certify_on_problems qwen2_5_coder_1_5b --risk 0.02 0.05 \
+  --threshold-scale 0.125 0.5 --out $R/certificates_qwen2_5_coder_1_5b_bf16.json
 # On other prompts, since the first test has shown no risk below 5 %.
-larger_strict() {
-  local at=$WORK/depth_qwen2_5_coder_1_5b_bf16
-  python bench/certificates.py "$(weights qwen2_5_coder_1_5b)" "$at" --dtype bfloat16 \
-    --certify gsm8k_code --serve spec_bench --risk 0.02 --skip 320 --sequences 256 --same 64 \
-    --fresh 16 --new 48 --batch 16 --threshold-scale 0.03 0.06 --save "$at" \
-    --unused "$WORK/unused.jsonl" --out $R/certificates_qwen2_5_coder_1_5b_bf16_strict.json
+step certificates_qwen2_5_coder_1_5b_bf16_strict certify_on_problems qwen2_5_coder_1_5b --risk 0.02 \
+  --skip 320 --threshold-scale 0.03 0.06 --out $R/certificates_qwen2_5_coder_1_5b_bf16_strict.json
+compiled_modes() { modes_of "${@:1:4}" --compile-only "${@:5}"; }
+step modes_smollm2_bf16_batch_1 compiled_modes smollm2 "$SPEC" 1 13
+step modes_smollm2_bf16_batch_4 compiled_modes smollm2 "$SPEC" 4 24
+step modes_gemma3_270m_bf16_batch_1 compiled_modes gemma3_270m "$SPEC" 1 13
+step modes_gemma3_270m_bf16_batch_4 compiled_modes gemma3_270m "$SPEC" 4 24
+step modes_qwen2_5_coder_0_5b_bf16_batch_1 compiled_modes qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13
+step modes_qwen2_5_coder_0_5b_bf16_batch_4 compiled_modes qwen2_5_coder_0_5b "$WORK/code.jsonl" 4 24
+# on_problems MODEL PROMPTS OPTIONS...: certified.
+on_problems() {
+  compiled_modes "$1" "$WORK/depth_$1_bf16.work/unused.jsonl" 1 "$2" --risk 0.02 0.05 "${@:3}"
 }
-step certificates_qwen2_5_coder_1_5b_bf16_strict larger_strict
-step modes_smollm2_bf16_batch_1 modes_of smollm2 "$SPEC" 1 13 --compile-only
-step modes_gemma3_270m_bf16_batch_1 modes_of gemma3_270m "$SPEC" 1 13 --compile-only
-step modes_qwen2_5_coder_0_5b_bf16_batch_1 modes_of qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13 \
-  --compile-only
-larger_modes() { modes_of qwen2_5_coder_1_5b "$WORK/unused.jsonl" "$@" --risk 0.02 0.05 --compile-only; }
-step modes_qwen2_5_coder_1_5b_bf16_batch_1 larger_modes 1 10
-step modes_qwen2_5_coder_1_5b_bf16_batch_4 larger_modes 4 16
+step modes_qwen2_5_coder_0_5b_bf16_certified on_problems qwen2_5_coder_0_5b 10 \
+  --out $R/modes_qwen2_5_coder_0_5b_bf16_certified.json
+step modes_qwen2_5_coder_1_5b_bf16_batch_1 on_problems qwen2_5_coder_1_5b 10
+step modes_qwen2_5_coder_1_5b_bf16_batch_4 compiled_modes qwen2_5_coder_1_5b "$WORK/code.jsonl" 4 16
+replay_coder() {
+  python bench/replay.py "$(weights qwen2_5_coder_0_5b)" "$WORK/depth_qwen2_5_coder_0_5b_bf16" \
+    --batch 1 4 --documents 8 --dtype bfloat16 --out $R/replay_qwen2_5_coder_0_5b_bf16.json
+}
+step replay_qwen2_5_coder_0_5b_bf16 replay_coder
 SUFFIX=""
 step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
 

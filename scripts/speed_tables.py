@@ -59,14 +59,12 @@ def lossless_by_category() -> str:
     return table(("category", *(method["method"] for method in methods)), rows)
 
 
-def bench(*, short: bool = False) -> str:
-    """What `tide bench` measured; in short without the uncertified points of the curve."""
+def bench() -> str:
+    """What `tide bench` measured on the smallest model."""
     found = read("bench_smollm2")
     rows = []
     for m in found["results"]:
         ours, certificate = "layers_run" in m, m.get("certificate")
-        if short and ours and m["mode"] == "exit" and not certificate:
-            continue
         if m["method"] == "assisted generation":
             continue  # by an exit of the model itself; by a good small model, see `assisted`
         rows.append((

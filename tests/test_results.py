@@ -77,6 +77,14 @@ def test_every_result_can_be_reproduced() -> None:
     assert {path.stem for path in RESULTS.glob("*.json")} - OF_TWO_COMMITS <= named
 
 
+@pytest.mark.parametrize("what", ["figure", "table"])
+def test_what_is_generated_stands_on_a_page(what: str) -> None:
+    tables = script("tables")
+    pages = "".join(page.read_text() for page in tables.PAGES)
+    made = tables.TABLES if what == "table" else script("figures").FIGURES
+    assert set(re.findall(rf"<!-- {what}: (\w+) -->", pages)) == made.keys()
+
+
 @pytest.mark.parametrize(
     ("step", "code", "told"),
     [
