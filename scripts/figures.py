@@ -124,22 +124,12 @@ def _gate(answer: str) -> float:
     return read("gate_costs_smollm2")["results"]["uncompiled"][answer]
 
 
-_LARGER = "modes_qwen2_5_coder_1_5b_batch_1"  # on held-out functions of HumanEval
-_CODER_AMX = "modes_qwen2_5_coder_0_5b_bf16_batch_1"
-_AMX = "modes_qwen2_5_coder_1_5b_bf16_batch_1"  # on problems of GSM8K, certified
 _SMALL = "modes_smollm2_batch_1"
-_GEMMA = "modes_gemma3_270m_batch_1"
-_GEMMA_AMX = "modes_gemma3_270m_bf16_batch_1"
-_BOTH = ("exit, threshold scale 1",)
+_GEMMA, _CODER, _LARGER = "gemma3_270m", "qwen2_5_coder_0_5b", "qwen2_5_coder_1_5b"
 
 
-def _coder(method: str, source: str) -> dict[str, Any]:
+def _of_run(method: str, source: str) -> dict[str, Any]:
     return _method(read(source)["results"], f"{method}, compiled")
-
-
-def _median(method: str, source: str = CERTIFIED) -> str:
-    """Speed-up over the fastest without us, compiled, the median of prompts."""
-    return times(models.median(read(source), f"{method}, compiled"))
 
 
 def _with_auto() -> list[models.Choice]:
@@ -150,14 +140,20 @@ def _with_auto() -> list[models.Choice]:
 
 def _perfect_gates() -> list[float]:
     """What gates that know which tokens may exit are expected to add to drafts alone."""
-    found = [choice.ways["auto"].get("expected", {}) for choice in _with_auto()]
-    return [of["perfect"] / of["lossless"] for of in found if "perfect" in of]
+    gains = [choice.expected("perfect") for choice in _with_auto()]
+    return [gain for gain in gains if gain is not None]
 
 
-def _expected(way: str, source: str) -> str:
-    """What a way adds to drafts alone, as the engine in mode "auto" of a run expected it."""
-    expected = _coder("auto", source)["expected"]
-    return times(expected[way] / expected["lossless"])
+def _measured_and_expected() -> str:
+    """What exits add to drafts alone over what was expected of them, compiled."""
+    found = [
+        gain / expected
+        for run in models.runs()
+        for choice in models.choices(run)
+        if choice.compiled and (expected := choice.expected("both")) is not None
+        for gain in models.gains(run, choice)
+    ]
+    return models.span(found)
 
 
 def _eight(source: str) -> str:
@@ -166,14 +162,26 @@ def _eight(source: str) -> str:
     return times(whole["8"] / whole["1"])
 
 
-def _gain(source: str, *methods: str, compiled: str = ", compiled") -> str:
-    """Of exits beside drafts over drafts alone, in one run: over each row of drafts alone."""
-    return models.span(models.gains(read(source), *(f"{m}{compiled}" for m in methods)))
+def _gain(
+    source: str,
+    *,
+    certified: bool = False,
+    speed: Callable[[dict[str, Any]], float] = models.p50,
+) -> str:
+    """What exits add to drafts alone in a run."""
+    run = read(source)
+    found = [
+        gain
+        for choice in models.choices(run)
+        if choice.compiled and (choice.risk is not None) == certified
+        for gain in models.gains(run, choice, speed)
+    ]
+    return models.span(found)
 
 
 def _expected_and_measured(what: str) -> str:
     """Of lossless, compiled: tokens of a step, and its time in steps of mode "off"."""
-    auto, off, lossless = (_coder(m, CERTIFIED) for m in ("auto, risk 0.02", "off", "lossless"))
+    auto, off, lossless = (_of_run(m, CERTIFIED) for m in ("auto, risk 0.02", "off", "lossless"))
     tokens = auto["expected_tokens_per_step"]["lossless"], lossless["tokens_per_step"]
     gains = (
         auto["expected"]["lossless"],
@@ -200,24 +208,40 @@ def _assisted(method: str) -> str:
 
 FIGURES: dict[str, Callable[[], str]] = {
     # What exits add to drafts alone, in one run of a model.
-    "small_gain": lambda: _gain(_SMALL, *_BOTH),
-    "gemma_gain": lambda: _gain(_GEMMA, *_BOTH, "auto"),
-    "gemma_amx_gain": lambda: _gain(_GEMMA_AMX, *_BOTH, "auto"),
-    "larger_gain": lambda: _gain(_LARGER, *_BOTH, "auto"),
-    "coder_amx_gain": lambda: _gain(_CODER_AMX, *_BOTH, "auto"),
-    "coder_amx_four": lambda: _gain(_CODER_AMX.replace("batch_1", "batch_4"), *_BOTH, "auto"),
-    "amx_gain": lambda: _gain(_AMX, "exit, risk 0.02", "exit, risk 0.05"),
-    "coder_amx_exits": lambda: percent(_coder(*_BOTH, _CODER_AMX)["exit_rate"], 0),
+    "gain_small": lambda: _gain(_SMALL),
+    **{
+        f"gain_{name}_{batch}": lambda model=model, batch=batch: _gain(
+            f"modes_{model}_bf16_batch_{batch}"
+        )
+        for name, model, batch in (
+            ("gemma", _GEMMA, 1),
+            ("coder", _CODER, 1),
+            ("coder", _CODER, 4),
+            ("larger", _LARGER, 1),
+            ("larger", _LARGER, 4),
+        )
+    },
+    "gain_larger_by_time": lambda: _gain(
+        f"modes_{_LARGER}_bf16_batch_1", speed=lambda of: 1 / of["ms_per_token"]
+    ),
+    "gain_coder_certified": lambda: _gain(f"modes_{_CODER}_bf16_certified", certified=True),
+    "gain_larger_certified": lambda: _gain(f"modes_{_LARGER}_bf16_certified", certified=True),
+    "measured_over_expected": _measured_and_expected,
+    "expected_gemma": lambda: times(
+        next(models.choices(read(f"modes_{_GEMMA}_bf16_batch_1"))).expected("both") or 0.0
+    ),
+    "coder_amx_exits": lambda: percent(
+        _of_run("exit, threshold scale 1", f"modes_{_CODER}_bf16_batch_1")["exit_rate"], 0
+    ),
+    "coder_tokens": lambda: " and ".join(
+        f"{_of_run(method, f'modes_{_CODER}_bf16_certified')['tokens_per_step']:.2f}"
+        for method in ("lossless", "exit, risk 0.02")
+    ),
     "coder_head": lambda: _in_layers("head", "depth_qwen2_5_coder_0_5b_bf16"),
     "amx_eight": lambda: _eight("depth_qwen2_5_coder_1_5b_bf16"),
     "perfect_gates": lambda: models.span(_perfect_gates()),
     "auto_least": lambda: f"{min(c.auto_of_fastest for c in _with_auto()):.2f}",
-    "gemma_amx_expected": lambda: _expected("both", _GEMMA_AMX),
-    "certified_gain": lambda: _gain(CERTIFIED, "exit, risk 0.02", "exit, risk 0.05"),
-    "certified_gain_uncompiled": lambda: _gain(
-        CERTIFIED, "exit, risk 0.02", "exit, risk 0.05", compiled=""
-    ),
-    "certified_off": lambda: _median("off"),
+    "certified_off": lambda: times(models.median(read(CERTIFIED), "off, compiled")),
     "batch_4_off": lambda: _compiled("off, compiled", "bfloat16", batch=4),
     "certified_tokens": lambda: _expected_and_measured("tokens"),
     "certified_cost": lambda: _expected_and_measured("cost"),

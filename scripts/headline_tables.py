@@ -12,7 +12,7 @@ from results import percent, read, table, times
 # Methods of the result files that are not ours.
 OTHERS = ("HF eager", "HF generate", "HF compiled", "prompt lookup", "vLLM", "ngram", "suffix")
 CERTIFIED = "modes_qwen2_5_coder_0_5b_certified"
-LARGER = "modes_qwen2_5_coder_1_5b_bf16_batch_1"
+LARGER = "modes_qwen2_5_coder_1_5b_bf16_certified"
 BASELINE, COMPILED = "HF generate", "HF generate, compiled"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from headline_tables import BASELINE, COMPILED, short
@@ -42,7 +42,7 @@ def one_run_each() -> dict[str, dict[str, Any]]:
 
 def median(run: dict[str, Any], method: str) -> float:
     """Speed-up of a method over the fastest way without TIDE, the median of prompts."""
-    return _p50(next(of for of in run["results"] if of["method"] == method))
+    return p50(next(of for of in run["results"] if of["method"] == method))
 
 
 def gate_costs(form: str = "gate_costs_{}") -> str:
@@ -94,6 +94,11 @@ def depth(form: str = "depth_{}") -> str:
     return table(head, rows) + conditions(_shared(found.values()))
 
 
+def p50(of: dict[str, Any]) -> float:
+    """Speed-up over the fastest way without TIDE, the median of prompts."""
+    return of["per_prompt_speedup"]["p50"]
+
+
 class Choice(NamedTuple):
     """What a run gave for a choice of exits.
 
@@ -110,12 +115,12 @@ class Choice(NamedTuple):
     @property
     def auto_of_fastest(self) -> float:
         """How fast mode "auto" was in terms of the fastest."""
-        return _p50(self.ways["auto"]) / max(map(_p50, self.ways.values()))
+        return p50(self.ways["auto"]) / max(map(p50, self.ways.values()))
 
-    def expected(self, way: str) -> str:
+    def expected(self, way: str) -> float | None:
         """What the replay behind mode "auto" expected a way to add to drafts alone."""
         found = self.ways.get("auto", {}).get("expected", {})
-        return times(found[way] / found["lossless"]) if way in found else ""
+        return found[way] / found["lossless"] if way in found else None
 
 
 def runs() -> list[dict[str, Any]]:
@@ -160,33 +165,35 @@ def _line(run: dict[str, Any], choice: Choice) -> tuple[str, ...]:
         BASELINES.get(baseline, baseline),
         *(_with_range(ways[way]) if way in ways else ""
           for way in ("lossless", "exits alone", "both", "auto")),
-        span(gains(run, both["method"])),
-        choice.expected("both"), choice.expected("perfect"),
+        span(gains(run, choice)),
+        *("" if gain is None else times(gain)
+          for gain in (choice.expected("both"), choice.expected("perfect"))),
         f"{choice.auto_of_fastest:.2f}" if "auto" in ways else "",
         percent(both["disagreement"]),
     )  # fmt: skip
 
 
-def gains(run: dict[str, Any], *methods: str) -> list[float]:
-    """Of methods over drafts alone, in one run: over each row of drafts alone."""
-    compiled = methods[0].endswith(", compiled")
+def gains(
+    run: dict[str, Any], choice: Choice, speed: Callable[[dict[str, Any]], float] = p50
+) -> list[float]:
+    """What exits add to drafts alone in one run: each result of both over each of drafts alone."""
+    both = [choice.ways["both"]]
+    auto = choice.ways.get("auto")
+    if auto is not None and auto["mode"] == "exit" and auto["drafts"]:
+        both.append(auto)
     alone = [
-        _p50(of)
+        of
         for of in run["results"]
-        if of["method"].endswith(", compiled") == compiled
+        if of["method"].endswith(", compiled") == bool(choice.compiled)
         and (of["method"].startswith("lossless") or of.get("plan", "").startswith("lossless:"))
     ]
-    return [median(run, method) / drafts for drafts in alone for method in methods]
+    return [speed(exits) / speed(drafts) for drafts in alone for exits in both]
 
 
 def span(values: Sequence[float]) -> str:
     """From the least to the greatest of some speed-ups."""
     low, high = (times(f(values)) for f in (min, max))
     return low if low == high else f"{low} to {high}"
-
-
-def _p50(of: dict[str, Any]) -> float:
-    return of["per_prompt_speedup"]["p50"]
 
 
 def _with_range(of: dict[str, Any]) -> str:

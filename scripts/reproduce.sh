@@ -200,19 +200,15 @@ step modes_gemma3_270m_bf16_batch_1 compiled_modes gemma3_270m "$SPEC" 1 13
 step modes_gemma3_270m_bf16_batch_4 compiled_modes gemma3_270m "$SPEC" 4 24
 step modes_qwen2_5_coder_0_5b_bf16_batch_1 compiled_modes qwen2_5_coder_0_5b "$WORK/code.jsonl" 1 13
 step modes_qwen2_5_coder_0_5b_bf16_batch_4 compiled_modes qwen2_5_coder_0_5b "$WORK/code.jsonl" 4 24
-# on_problems MODEL PROMPTS OPTIONS...: certified.
-on_problems() {
-  compiled_modes "$1" "$WORK/depth_$1_bf16.work/unused.jsonl" 1 "$2" --risk 0.02 0.05 "${@:3}"
-}
-step modes_qwen2_5_coder_0_5b_bf16_certified on_problems qwen2_5_coder_0_5b 10 \
-  --out $R/modes_qwen2_5_coder_0_5b_bf16_certified.json
-step modes_qwen2_5_coder_1_5b_bf16_batch_1 on_problems qwen2_5_coder_1_5b 10
+step modes_qwen2_5_coder_1_5b_bf16_batch_1 compiled_modes qwen2_5_coder_1_5b "$WORK/code.jsonl" 1 10
 step modes_qwen2_5_coder_1_5b_bf16_batch_4 compiled_modes qwen2_5_coder_1_5b "$WORK/code.jsonl" 4 16
-replay_coder() {
-  python bench/replay.py "$(weights qwen2_5_coder_0_5b)" "$WORK/depth_qwen2_5_coder_0_5b_bf16" \
-    --batch 1 4 --documents 8 --dtype bfloat16 --out $R/replay_qwen2_5_coder_0_5b_bf16.json
+# on_problems MODEL: certified, on problems that were not used for certificates.
+on_problems() {
+  compiled_modes "$1" "$WORK/depth_$1_bf16.work/unused.jsonl" 1 10 --risk 0.02 0.05 \
+    --out "$R/modes_$1_bf16_certified.json"
 }
-step replay_qwen2_5_coder_0_5b_bf16 replay_coder
+step modes_qwen2_5_coder_0_5b_bf16_certified on_problems qwen2_5_coder_0_5b
+step modes_qwen2_5_coder_1_5b_bf16_certified on_problems qwen2_5_coder_1_5b
 SUFFIX=""
 step risk_simulation python bench/risk_simulation.py --out $R/risk_simulation.json
 

@@ -86,6 +86,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "certificates_coder": lambda: risk.certificates(
         "qwen2_5_coder_0_5b", "qwen2_5_coder_0_5b_strict"
     ),
+    "certificates_coder_bf16": lambda: risk.certificates("qwen2_5_coder_0_5b_bf16"),
     "certificates_bf16": lambda: risk.certificates(
         "qwen2_5_coder_1_5b_bf16", "qwen2_5_coder_1_5b_bf16_strict"
     ),
