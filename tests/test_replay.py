@@ -202,7 +202,13 @@ def test_a_recording_comes_back_from_its_tensors() -> None:
     assert torch.equal(few.tensors()["layers"], torch.tensor([4, 1]))
 
 
-def engine(recording: Recording | None, *, kv: str = "deferred", **options: Any) -> TIDE:
+def engine(
+    recording: Recording | None,
+    *,
+    kv: str = "deferred",
+    drafts: tuple[str, ...] = ("context", "recycled"),
+    **options: Any,
+) -> TIDE:
     model = tiny_model("llama", num_hidden_layers=4)
     checkpoint = Checkpoint(1, ExitHead("identity", 32), TokenRouter(32, 8), HALF,
                             ConfidenceModel(), ConfidenceModel(("candidates",)))  # fmt: skip
@@ -211,8 +217,7 @@ def engine(recording: Recording | None, *, kv: str = "deferred", **options: Any)
         recording=recording,
     )  # fmt: skip
     config = TIDEConfig(
-        mode="auto", min_layers=0, exit_threshold=None, drafts=("context", "recycled"),
-        kv_cache_strategy=kv,
+        mode="auto", min_layers=0, exit_threshold=None, drafts=drafts, kv_cache_strategy=kv,
     )  # fmt: skip
     return TIDE(model, made, config, check=False, **options)
 
@@ -244,14 +249,30 @@ def test_auto_takes_what_is_faster_by_the_recording(
     )  # made before it was chosen
 
 
-def test_auto_stays_lossless_where_exits_are_hardly_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("batch", "ahead", "way"),
+    [
+        (2, 0.99, "lossless"), (2, 1.01, "lossless"), (2, 1.03, "exit"),
+        # Of one sequence, what rejected nodes of a tree teach is not replayed.
+        (1, 1.03, "lossless"), (1, 1.09, "lossless"), (1, 1.11, "exit"),
+    ],
+)  # fmt: skip
+def test_auto_stays_lossless_where_exits_are_hardly_faster(
+    batch: int, ahead: float, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tide.decode.plan.measure_loop", lambda *args, **_: COSTS)
-    for ahead, way in ((0.99, "lossless"), (1.01, "lossless"), (1.03, "exit")):
-        found = {"lossless": 1.5, "exit": 1.2, "both": 1.5 * ahead}
-        monkeypatch.setattr("tide.decode.plan.speedups", lambda _, found=found: found)
-        plan = engine(recorded(2)).plan
-        assert plan.config.mode == way
-        assert ("too small a lead" in str(plan)) == (ahead == 1.01)
+    found = {"lossless": 1.5, "exit": 1.2, "both": 1.5 * ahead}
+    monkeypatch.setattr("tide.decode.plan.speedups", lambda _: found)
+    plan = engine(recorded(2), batch=batch).plan
+    assert plan.config.mode == way
+    assert ("too small a lead" in str(plan)) == (way == "lossless" and ahead > 1)
+
+
+def test_a_small_lead_counts_where_nothing_is_recycled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tide.decode.plan.measure_loop", lambda *args, **_: COSTS)
+    found = {"lossless": 1.5, "exit": 1.2, "both": 1.5 * 1.03}
+    monkeypatch.setattr("tide.decode.plan.speedups", lambda _: found)
+    assert engine(recorded(2), drafts=("context",)).plan.config.mode == "exit"
 
 
 def test_auto_measures_this_device() -> None:
