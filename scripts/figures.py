@@ -144,6 +144,13 @@ def _perfect_gates() -> list[float]:
     return [gain for gain in gains if gain is not None]
 
 
+def _expected(source: str) -> str:
+    """What exits were expected to add to drafts alone in a run with mode "auto"."""
+    expected = next(models.choices(read(source))).expected("both")
+    assert expected is not None
+    return times(expected)
+
+
 def _measured_and_expected() -> str:
     """What exits add to drafts alone over what was expected of them, compiled."""
     found = [
@@ -227,9 +234,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gain_coder_certified": lambda: _gain(f"modes_{_CODER}_bf16_certified", certified=True),
     "gain_larger_certified": lambda: _gain(f"modes_{_LARGER}_bf16_certified", certified=True),
     "measured_over_expected": _measured_and_expected,
-    "expected_gemma": lambda: times(
-        next(models.choices(read(f"modes_{_GEMMA}_bf16_batch_1"))).expected("both") or 0.0
-    ),
+    "expected_gemma": lambda: _expected(f"modes_{_GEMMA}_bf16_batch_1"),
     "coder_amx_exits": lambda: percent(
         _of_run("exit, threshold scale 1", f"modes_{_CODER}_bf16_batch_1")["exit_rate"], 0
     ),

@@ -124,9 +124,12 @@ class Choice(NamedTuple):
 
 
 def runs() -> list[dict[str, Any]]:
-    """Of all modes, as far as there are any."""
+    """Of all modes, those that there are."""
     names = [form.format(model) for model in MODELS for form in RUNS]
-    return [read(name) for name in names if (RESULTS / f"{name}.json").exists()]
+    found = [read(name) for name in names if (RESULTS / f"{name}.json").exists()]
+    if not found:
+        raise FileNotFoundError(2, "No such file", f"{names[0]}.json")
+    return found
 
 
 def choices(run: dict[str, Any]) -> Iterator[Choice]:
